@@ -1,0 +1,121 @@
+"""PyTorch ranks that exchange tensors: contracts, hook specs, selection and a conformance kit.
+
+Importing this imports neither torch nor a plugin: names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtorch_core._authority import use_backend
+    from dtorch_core._context import BackendContext
+    from dtorch_core._reasons import BackendSpec, Selection, Support, Verdict
+    from dtorch_core._registry import refresh, register, unregister
+    from dtorch_core._selector import explain, select
+    from dtorch_core._topology import Member, Topology
+    from dtorch_core.errors import (
+        AbortedError,
+        BackendConflictError,
+        BrokenPromiseError,
+        CollectiveMismatchError,
+        DtorchError,
+        KeyInUseError,
+        NoBackendError,
+        PeerLostError,
+        PluginError,
+        PluginVersionError,
+        ProtocolError,
+        RankFailedError,
+        StoreTimeoutError,
+        UnsupportedOperationError,
+        UnsupportedTensorError,
+    )
+    from dtorch_core.group import ThreadGroup, open_group
+    from dtorch_core.hookspecs import hookimpl
+    from dtorch_core.launcher import RankContext, spawn
+    from dtorch_core.placement import Layout, copy_tensor, gather_tensor, scatter_tensor
+    from dtorch_core.promise import GetTensorOp, TensorFuture, TensorPromise, attach_promise, make_promise
+    from dtorch_core.store import TensorStore, open_store
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "_authority": "use_backend",
+    "_context": "BackendContext",
+    "_reasons": "BackendSpec Selection Support Verdict",
+    "_registry": "refresh register unregister",
+    "_selector": "explain select",
+    "_topology": "Member Topology",
+    "errors": "AbortedError BackendConflictError BrokenPromiseError CollectiveMismatchError DtorchError KeyInUseError "
+    "NoBackendError PeerLostError PluginError PluginVersionError ProtocolError RankFailedError StoreTimeoutError "
+    "UnsupportedOperationError UnsupportedTensorError",
+    "group": "ThreadGroup open_group",
+    "hookspecs": "hookimpl",
+    "launcher": "RankContext spawn",
+    "placement": "Layout copy_tensor gather_tensor scatter_tensor",
+    "promise": "GetTensorOp TensorFuture TensorPromise attach_promise make_promise",
+    "store": "TensorStore open_store",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "AbortedError",
+    "BackendConflictError",
+    "BackendContext",
+    "BackendSpec",
+    "BrokenPromiseError",
+    "CollectiveMismatchError",
+    "DtorchError",
+    "GetTensorOp",
+    "KeyInUseError",
+    "Layout",
+    "Member",
+    "NoBackendError",
+    "PeerLostError",
+    "PluginError",
+    "PluginVersionError",
+    "ProtocolError",
+    "RankContext",
+    "RankFailedError",
+    "Selection",
+    "StoreTimeoutError",
+    "Support",
+    "TensorFuture",
+    "TensorPromise",
+    "TensorStore",
+    "ThreadGroup",
+    "Topology",
+    "UnsupportedOperationError",
+    "UnsupportedTensorError",
+    "Verdict",
+    "attach_promise",
+    "copy_tensor",
+    "explain",
+    "gather_tensor",
+    "hookimpl",
+    "make_promise",
+    "open_group",
+    "open_store",
+    "refresh",
+    "register",
+    "scatter_tensor",
+    "select",
+    "spawn",
+    "unregister",
+    "use_backend",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

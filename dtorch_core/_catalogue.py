@@ -1,0 +1,46 @@
+"""The names this project knows without importing anything: what to install for each, and what is reserved.
+
+Only names and distributions are here. What a backend can do is said by its plugin.
+"""
+
+from __future__ import annotations
+
+from dtorch_core._reasons import Kind, Verdict
+
+DISTRIBUTIONS: dict[Kind, dict[str, str]] = {
+    "store": {"memory": "dtorch-memory-store"},
+    "group": {"samedevice": "dtorch-samedevice-group"},
+    "promise": {"memory": "dtorch-memory-store"},
+}
+"""First-party backends and the distribution that brings each."""
+
+RESERVED: dict[Kind, dict[str, str]] = {
+    "store": {
+        "file": "processes of one host",
+        "network": "several hosts",
+    },
+    "group": {
+        "nccl": "ranks that each have their own GPU",
+        "mixed": "ranks of which only some share a device, and several hosts",
+    },
+    "promise": {
+        "file": "processes of one host",
+        "network": "several hosts",
+    },
+}
+"""Names kept for backends that no distribution offers yet, and what each will be for."""
+
+
+def absent(kind: Kind, present: set[str]) -> list[Verdict]:
+    """A verdict for each known name that no installed plugin offers."""
+    missing = [
+        Verdict(name, distribution, "", "absent", 0, f"not installed; pip install {distribution}")
+        for name, distribution in DISTRIBUTIONS[kind].items()
+        if name not in present
+    ]
+    reserved = [
+        Verdict(name, "", "", "absent", 0, f"reserved for {purpose}; no distribution offers it yet")
+        for name, purpose in RESERVED[kind].items()
+        if name not in present
+    ]
+    return missing + reserved

@@ -1,0 +1,68 @@
+"""Everything that one rank of a :func:`spawn` has open, so that a failing rank can wake the others from every wait."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+class Abortable(Protocol):
+    """What can wake its waits: stores, groups, meetings."""
+
+    def abort(self, reason: str, *, died: bool = False) -> None: ...
+
+
+class Scope:
+    """One rank's open handles, and the rendezvous its names meet at by default."""
+
+    def __init__(self, rank: int, rendezvous: Store) -> None:
+        self.rank = rank
+        self.rendezvous = rendezvous
+        self._lock = threading.Lock()
+        self._open: weakref.WeakSet[Abortable] = weakref.WeakSet()
+        self._ended: tuple[str, bool] | None = None
+
+    def add(self, handle: Abortable) -> None:
+        """Remember a handle; abort it at once if the scope has been aborted."""
+        with self._lock:
+            self._open.add(handle)
+            ended = self._ended
+
+        if ended is not None:
+            handle.abort(ended[0], died=ended[1])
+
+    def abort(self, reason: str, *, died: bool = False) -> None:
+        """Wake every wait of this rank, and of its peers on what it has open. ``died``: this rank is the cause."""
+        with self._lock:
+            self._ended = self._ended or (reason, died)
+            handles = list(self._open)
+
+        for handle in handles:
+            handle.abort(reason, died=died)
+
+    def close(self) -> None:
+        """Close what the rank left open: an orderly return says goodbye."""
+        with self._lock:
+            handles = list(self._open)
+
+        for handle in handles:
+            close = getattr(handle, "close", None)
+            if close is not None:
+                close()
+
+
+_local = threading.local()
+
+
+def current() -> Scope | None:
+    """The scope of the rank that runs in this thread, or None outside :func:`spawn`."""
+    return getattr(_local, "scope", None)
+
+
+def enter(scope: Scope | None) -> None:
+    """Make this thread a rank's own, or nobody's."""
+    _local.scope = scope

@@ -1,0 +1,182 @@
+"""Chooses a backend for a topology: authority, then site policy, then score, then name; and keeps every reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dtorch_core import _catalogue
+from dtorch_core._authority import Ask, asked_for
+from dtorch_core._discovery import guarded
+from dtorch_core._reasons import KINDS, BackendSpec, Kind, Selection, Support, Verdict
+from dtorch_core._registry import Offer, Registry, registry
+from dtorch_core._text import describe_error, did_you_mean
+from dtorch_core._topology import Topology
+from dtorch_core.errors import BackendConflictError, DtorchError, NoBackendError, PluginVersionError
+
+
+def explain(kind: Kind, topology: Topology, *, backend: str | None = None) -> Selection:
+    """What would be chosen and why. Raises nothing for a refusal: ``chosen`` is then None.
+
+    :raises ValueError: if ``kind`` is not one of store, group and promise.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+
+    known = registry()
+    verdicts = _verdicts(known, kind, topology)
+    ask = asked_for(kind, backend)
+    if ask is not None:
+        chosen = ask.name if any(v.name == ask.name and v.state == "yes" for v in verdicts) else None
+        return Selection(kind, topology, chosen, ask.asked_by, verdicts)
+
+    for plugin, names in known.call(
+        "dtorch_rank_backends", {"kind": kind, "topology": topology, "verdicts": verdicts}, _checked_policy
+    ):
+        if names is not None:
+            return _by_policy(known, kind, topology, verdicts, names, f"policy of {plugin.distribution}")
+
+    best = next((verdict.name for verdict in verdicts if verdict.state == "yes"), None)
+    return Selection(kind, topology, best, "score", verdicts)
+
+
+def select(kind: Kind, topology: Topology, *, backend: str | None = None) -> Selection:
+    """Choose, or raise the reason why nothing fits. Observers hear of the choice.
+
+    :raises NoBackendError: if no backend fits, or the one asked for does not, or is not installed.
+    :raises BackendConflictError: if two distributions offer the name asked for.
+    :raises PluginVersionError: if the plugin of the name asked for needs another dtorch-core.
+    """
+    selection = explain(kind, topology, backend=backend)
+    if selection.chosen is None:
+        raise refusal(selection, asked_for(kind, backend))
+
+    registry().call("dtorch_backend_selected", {"selection": selection}, lambda result: result)
+    return selection
+
+
+def spec_of(selection: Selection) -> BackendSpec:
+    """The chosen backend's spec."""
+    offers = registry().offers(selection.kind).get(selection.chosen or "", ())
+    if len(offers) != 1:
+        raise NoBackendError(f"the {selection.kind} backend {selection.chosen!r} went away since it was chosen")
+
+    return offers[0].spec
+
+
+def refusal(selection: Selection, ask: Ask | None) -> DtorchError:
+    """The error for a selection that chose nothing."""
+    kind, verdicts = selection.kind, selection.verdicts
+    if ask is not None:
+        return _asked_refusal(selection, ask)
+
+    lines = [f"no {kind} backend fits {selection.topology.summary()} (decided by {selection.asked_by}):"]
+    lines += [f"  {v.name}: {v.why}" for v in verdicts]
+    if len(selection.topology.hosts) > 1:
+        lines.append("Several hosts need a network backend, and those names are reserved: none exists yet.")
+    elif not any(v.state in ("no", "yes") for v in verdicts):
+        names = _catalogue.DISTRIBUTIONS[kind].values()
+        lines.append(f"No {kind} backend is installed: pip install {' '.join(dict.fromkeys(names))}")
+    else:
+        lines.append(f"See the whole table with: dtorch explain --kind {kind} --ranks {len(selection.topology)}")
+
+    return NoBackendError("\n".join(lines))
+
+
+def _asked_refusal(selection: Selection, ask: Ask) -> DtorchError:
+    kind, verdict = selection.kind, selection.verdict(ask.name)
+    asked = f"{kind} backend {ask.name!r} (asked for by {ask.asked_by})"
+    known = registry()
+    offers = known.offers(kind).get(ask.name, ())
+    if len(offers) > 1:
+        return BackendConflictError(f"{asked} is offered by {_offered_by(offers)}: uninstall all but one of them")
+
+    if verdict is None:
+        installed = sorted(v.name for v in selection.verdicts if v.state in ("yes", "no"))
+        return NoBackendError(
+            f"there is no {asked}.{did_you_mean(ask.name, (v.name for v in selection.verdicts))} "
+            f"Installed: {', '.join(installed) or 'none'}. See them with: dtorch plugins"
+        )
+
+    broken = next((plugin for plugin in known.broken() if ask.name in plugin.names(kind)), None)
+    error: DtorchError
+    if verdict.state == "broken" and broken is not None and isinstance(broken.error, PluginVersionError):
+        error = PluginVersionError(f"{asked}: {verdict.why}")
+    else:
+        states = {"no": "does not fit", "broken": "is broken", "absent": "is not installed"}
+        error = NoBackendError(
+            f"{asked} {states[verdict.state]} for {selection.topology.summary()}: {verdict.why}"
+            if verdict.state == "no"
+            else f"{asked} {states[verdict.state]}: {verdict.why}"
+        )
+
+    if broken is not None:
+        error.__cause__ = broken.error
+
+    return error
+
+
+def _verdicts(known: Registry, kind: Kind, topology: Topology) -> tuple[Verdict, ...]:
+    offers = known.offers(kind)
+    verdicts = []
+    for name, offered in offers.items():
+        if len(offered) > 1:
+            why = f"the name is offered by {_offered_by(offered)}; uninstall all but one of them"
+            verdicts += [
+                Verdict(name, o.plugin.distribution, o.plugin.version, "broken", 0, why) for o in offered
+            ]
+        else:
+            verdicts.append(_probed(offered[0], topology))
+
+    # A plugin that failed to load stands under its own name in every kind: what it would have offered is not known.
+    verdicts += [
+        Verdict(name, plugin.distribution, plugin.version, "broken", 0, plugin.why)
+        for plugin in known.broken()
+        for name in plugin.names(kind)
+        if name not in offers
+    ]
+    verdicts += _catalogue.absent(kind, {verdict.name for verdict in verdicts})
+    order = {"yes": 0, "no": 1, "broken": 2, "absent": 3}
+    return tuple(sorted(verdicts, key=lambda v: (order[v.state], -v.score, v.name, v.distribution)))
+
+
+def _probed(offer: Offer, topology: Topology) -> Verdict:
+    plugin, spec = offer.plugin, offer.spec
+    support, error = guarded(spec.probe, topology)
+    if error is not None:
+        return Verdict(
+            spec.name, plugin.distribution, plugin.version, "broken", 0, f"its probe raised {describe_error(error)}"
+        )
+
+    if not isinstance(support, Support):
+        why = f"its probe returned {type(support).__name__}, not Support.yes(...) or Support.no(...)"
+        return Verdict(spec.name, plugin.distribution, plugin.version, "broken", 0, why)
+
+    return Verdict(
+        spec.name, plugin.distribution, plugin.version, "yes" if support.ok else "no", support.score, support.why
+    )
+
+
+def _by_policy(
+    known: Registry, kind: Kind, topology: Topology, verdicts: tuple[Verdict, ...], names: Sequence[str], policy: str
+) -> Selection:
+    states = {verdict.name: verdict.state for verdict in verdicts}
+    for name in names:
+        if name not in states:
+            known.report(f"{policy} names {name!r}, which is no {kind} backend.{did_you_mean(name, states)}")
+
+    chosen = next((name for name in names if states.get(name) == "yes"), None)
+    return Selection(kind, topology, chosen, f"{policy}, which allows {', '.join(names) or 'none'}", verdicts)
+
+
+def _checked_policy(names: object) -> Sequence[str] | None:
+    if names is None:
+        return None
+
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"must return a list of backend names or None, not {names!r}")
+
+    return names
+
+
+def _offered_by(offers: Sequence[Offer]) -> str:
+    return " and ".join(f"{offer.plugin.distribution} {offer.plugin.version}".strip() for offer in offers)

@@ -1,0 +1,52 @@
+"""How messages write ranks, counts and causes: one vocabulary everywhere."""
+
+from __future__ import annotations
+
+import difflib
+import traceback
+from collections.abc import Iterable
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """``"rank 0, rank 2"``; ``"no rank"`` where there is none."""
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks)) or "no rank"
+
+
+def count(number: int, noun: str) -> str:
+    """``"1 rank"``, ``"2 ranks"``."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def seconds(value: float) -> str:
+    """A duration in seconds, without noise digits."""
+    return f"{value:.3g} s"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``" Did you mean 'memory'?"`` where a known name is close, else an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first error of a chain: what a reader has to mend."""
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if before is None:
+            break
+
+        error = before
+
+    return error
+
+
+def describe_error(error: BaseException) -> str:
+    """Type, message and place of the root cause, on one line."""
+    cause = root_cause(error)
+    text = " ".join(str(cause).split())
+    frames = traceback.extract_tb(cause.__traceback__)
+    # The last frame outside the import machinery is the line to look at.
+    place = next((f" ({f.filename}:{f.lineno})" for f in reversed(frames) if not f.filename.startswith("<")), "")
+    return f"{type(cause).__name__}: {text}{place}" if text else f"{type(cause).__name__}{place}"

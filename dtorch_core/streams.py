@@ -1,0 +1,86 @@
+"""Orders work between CUDA streams by events, for backends. A CPU tensor needs none: its event is None.
+
+Nothing here waits on the host, except where a name says so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def record(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
+    """An event that completes when all work queued so far on ``stream`` has; None for a CPU tensor.
+
+    :param stream: the current stream of the tensor's device where None.
+    """
+    if not tensor.is_cuda:
+        return None
+
+    event = torch.cuda.Event()
+    event.record(stream if stream is not None else torch.cuda.current_stream(tensor.device))
+    return event
+
+
+def order_after(event: torch.cuda.Event | None, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """Make ``stream`` (the current one of the tensor's device where None) wait for ``event``. The host goes on."""
+    if event is not None:
+        (stream if stream is not None else torch.cuda.current_stream(tensor.device)).wait_event(event)
+
+
+def keep_until_done(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """Tell the allocator that ``stream`` uses the tensor: its memory is not handed out before that work is done."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream if stream is not None else torch.cuda.current_stream(tensor.device))
+
+
+def copy_to_device(
+    tensor: Tensor, device: torch.device | str, stream: torch.cuda.Stream | None = None
+) -> tuple[Tensor, torch.cuda.Event | None]:
+    """An owned copy on ``device``, queued on ``stream``, and the event after which it holds its values.
+
+    A CPU source has been read when this returns. A CPU copy is pinned, and is valid only once the event is done.
+    """
+    target = torch.device(device)
+    if not tensor.is_cuda and target.type == "cpu":
+        return tensor.clone(), None
+
+    if not tensor.is_cuda:
+        return _upload(tensor, target, stream)
+
+    queue = stream if stream is not None else torch.cuda.current_stream(tensor.device)
+    # A stream of the target's device can't queue work of the source's: torch orders the two current streams itself.
+    with torch.cuda.stream(queue):
+        if target.type == "cpu":
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+        elif target == tensor.device:
+            copy = tensor.clone()
+        else:
+            copy = tensor.to(target, non_blocking=True)
+
+        event = torch.cuda.Event(blocking=target.type == "cpu")
+        event.record(queue)
+        return copy, event
+
+
+def _upload(
+    tensor: Tensor, target: torch.device, stream: torch.cuda.Stream | None
+) -> tuple[Tensor, torch.cuda.Event | None]:
+    queue = stream if stream is not None else torch.cuda.current_stream(target)
+    # Through pinned memory of our own: the source may be rewritten while the transfer still runs. The caching host
+    # allocator keeps the staging memory until the stream has read it.
+    staging = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    staging.copy_(tensor)
+    with torch.cuda.stream(queue):
+        copy = staging.to(target, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(queue)
+
+    return copy, event
+
+
+def host_wait(event: torch.cuda.Event | None) -> None:
+    """Block this thread until ``event`` is done. The GIL is released meanwhile."""
+    if event is not None:
+        event.synchronize()

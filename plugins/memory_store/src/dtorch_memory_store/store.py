@@ -1,0 +1,135 @@
+"""MemoryTensorStore: threads of one process hand each other tensors without a copy."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
+from dtorch_core.store import check_publish
+from dtorch_memory_store.session import Publication, Session
+
+_lock = threading.Lock()
+_sessions: dict[str, Session] = {}
+
+
+class MemoryTensorStore(TensorStore):
+    """One rank's handle. The state is in the session that all ranks of the opening share."""
+
+    def __init__(self, ctx: BackendContext) -> None:
+        super().__init__(ctx)
+        # Whoever comes first names the session; the rendezvous says which one all of them share.
+        self._token = ctx.rendezvous.compare_set("session", "", uuid.uuid4().hex).decode()
+        with _lock:
+            self._session = _sessions.setdefault(self._token, Session(ctx.name, ctx.world_size))
+
+        # A handle that is dropped says goodbye too.
+        self._leave = weakref.finalize(self, _leave, self._session, self._token, ctx.rank)
+        self._leave.atexit = False
+
+    def src_set(
+        self,
+        key: str,
+        tensor: Tensor,
+        get_count: int,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        dest_device: torch.device | str | None = None,
+        writable: bool = False,
+    ) -> None:
+        check_publish(key, tensor, get_count)
+        if dest_device is not None and torch.device(dest_device).type != tensor.device.type:
+            if writable:
+                raise ProtocolError(
+                    f"store {self.name!r}, key {key!r}: writable=True, but dest_device={str(dest_device)!r} publishes a "
+                    f"copy, so what consumers write would not reach the tensor on {tensor.device}"
+                )
+
+            shared, ready = streams.copy_to_device(tensor.detach(), dest_device, stream)
+        else:
+            shared, ready = _own_bytes(tensor.detach()), streams.record(tensor, stream)
+
+        self._session.put(key, Publication(self.rank, shared, get_count, ready))
+
+    def src_wait_until_get_finished(
+        self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None
+    ) -> None:
+        for event in self._session.wait(self.rank, key, self._seconds(timeout)):
+            # The event's own device, not the tensor's: the tensor is gone by now.
+            (stream if stream is not None else torch.cuda.current_stream(event.device)).wait_event(event)
+
+    def dest_get(
+        self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None
+    ) -> Tensor:
+        publication = self._session.get(self.rank, key, self._seconds(timeout))
+        tensor = publication.tensor
+        assert tensor is not None, "a tensor is kept while anybody borrows it"
+        if publication.ready is not None:
+            if tensor.is_cuda:
+                streams.order_after(publication.ready, tensor, stream)
+            else:
+                streams.host_wait(publication.ready)  # moved to the CPU by its producer: wait for that copy
+
+        streams.keep_until_done(tensor, stream)
+        return tensor.detach()  # an alias of each consumer's own: metadata is not shared
+
+    def dest_finish_get(self, key: str, *, stream: torch.cuda.Stream | None = None) -> None:
+        tensor = self._session.borrowed(self.rank, key)
+        self._session.finish(self.rank, key, streams.record(tensor, stream) if tensor is not None else None)
+
+    def reset(self, *, timeout: float | None = None) -> None:
+        self._session.reset(self.rank, self._seconds(timeout))
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        self._session.barrier(self.rank, self._seconds(timeout))
+
+    def empty(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=self.device if device is None else device)
+
+    def close(self) -> None:
+        self._leave()
+
+    def abort(self, reason: str, *, died: bool = False) -> None:
+        if died:
+            self._session.die(self.rank, reason)
+        else:
+            self._session.abort(reason)
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
+
+
+def _leave(session: Session, token: str, rank: int) -> None:
+    session.close(rank)
+    with _lock:
+        _sessions.pop(token, None)
+
+
+def _own_bytes(tensor: Tensor) -> Tensor:
+    """The same memory through a storage of just the bytes that the view addresses (CPU; a GPU view is left alone)."""
+    if tensor.is_cuda:
+        return tensor
+
+    storage = tensor.untyped_storage()
+    size = tensor.element_size()
+    if storage.nbytes() == tensor.numel() * size:
+        return tensor
+
+    start = tensor.storage_offset() * size
+    extent = 0
+    if tensor.numel():
+        extent = size * (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
+
+    view = torch.empty(0, dtype=tensor.dtype).set_(
+        storage[start : start + extent], 0, tensor.shape, tensor.stride()
+    )  # type: ignore[call-overload]
+    # The conjugate and negative bits are of the view, not of the bytes.
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view
