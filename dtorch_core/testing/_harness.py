@@ -16,7 +16,7 @@ from dtorch_core._member import normal_device
 from dtorch_core._reasons import CAPABILITIES, BackendSpec, Kind
 from dtorch_core._registry import registry
 from dtorch_core.errors import NoBackendError, StoreTimeoutError
-from dtorch_core.launcher import RankContext, spawn
+from dtorch_core.launcher import spawn
 from dtorch_core.testing._held import Held, left_behind
 
 T = TypeVar("T")
