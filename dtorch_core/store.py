@@ -1,11 +1,13 @@
 """The TensorStore contract, and what is built on it once for every backend.
 
 The four steps, ``reset``, ``barrier``, ``empty`` and ``close`` belong to the backend. Everything else here is made of
-them; a backend may override :meth:`TensorStore.abort` and :meth:`TensorStore.meet` to do better than the defaults.
+them; a backend may override :meth:`TensorStore.abort` and :meth:`TensorStore.post` to do better than the defaults.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +20,14 @@ from dtorch_core import streams
 from dtorch_core._context import BackendContext
 from dtorch_core._opening import open_backend
 from dtorch_core.errors import PluginError, ProtocolError, UnsupportedTensorError
+from dtorch_core.joint import FourSteps, Ticket, Work
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch.distributed import Store
+
+
+_posts_lock = threading.Lock()
+_posts: weakref.WeakKeyDictionary[TensorStore, FourSteps] = weakref.WeakKeyDictionary()
 
 
 class TensorStore(ABC):
@@ -161,6 +168,25 @@ class TensorStore(ABC):
         finally:
             self.dest_finish_get(key, stream=kw.get("stream"))
 
+    def post(
+        self,
+        key: str,
+        note: str,
+        tensors: Sequence[Tensor],
+        work: Work,
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> Ticket:
+        """Offer tensors to a piece of work that needs those of all ranks; see :mod:`dtorch_core.joint`.
+
+        Returns at once. When every rank has posted under ``key``, the work runs once, in place, on one of the ranks.
+        The default is made of the four steps; a backend that shares memory between its ranks can do better.
+        """
+        with _posts_lock:
+            steps = _posts.setdefault(self, FourSteps())
+
+        return steps.post(self, key, note, tensors, work, stream)
+
     def abort(self, reason: str, *, died: bool = False) -> None:
         """Wake every wait on every rank, now and later, with AbortedError; with PeerLostError if this rank died.
 
@@ -184,7 +210,7 @@ def open_store(
     rank: int,
     world_size: int,
     device: str | torch.device | None = None,
-    rendezvous: dist.Store | str | None = None,
+    rendezvous: Store | str | None = None,
     backend: str | None = None,
     timeout: float = 300.0,
 ) -> TensorStore:
@@ -198,7 +224,7 @@ def open_store(
     :raises NoBackendError: if no backend fits, or the one named does not, with each reason; on every rank.
     :raises StoreTimeoutError: if a rank has not come in time; it is named.
     """
-    return open_backend(
+    store: TensorStore = open_backend(
         "store",
         name,
         _checked_store,
@@ -208,7 +234,8 @@ def open_store(
         rendezvous=rendezvous,
         backend=backend,
         timeout=timeout,
-    )  # type: ignore[no-any-return]
+    )
+    return store
 
 
 def check_publish(key: str, tensor: Tensor, get_count: int) -> None:

@@ -83,7 +83,7 @@ class Session:
             self._keys[key] = publication
             woken = self._serve(key, publication)
 
-        _wake(woken)
+        wake(woken)
 
     def get(self, rank: int, key: str, timeout: float) -> Publication:
         """Take a share of the key's next generation, waiting for it."""
@@ -104,7 +104,7 @@ class Session:
             with self.mutex:
                 woken = self._untake(key, waiter)
 
-            _wake(woken)
+            wake(woken)
             raise
 
         with self.mutex:
@@ -139,7 +139,7 @@ class Session:
                 for waiter in woken:
                     waiter.done = True
 
-        _wake(woken)
+        wake(woken)
 
     def wait(self, rank: int, key: str, timeout: float) -> list[torch.cuda.Event]:
         """Wait until all have finished, then free the key: the events to order the producer's stream after."""
@@ -185,7 +185,7 @@ class Session:
         with self.mutex:
             woken = self._fail_waits_of({rank}, lambda: AbortedError(f"{self._me(rank)}: it called reset()"))
 
-        _wake(woken)
+        wake(woken)
         self._pass(self._reset, rank, timeout, self._drop_keys)
 
     # Leaving
@@ -200,7 +200,7 @@ class Session:
             woken = self._fail_waits_of({rank}, lambda: AbortedError(f"{self._me(rank)}: it was closed"))
             woken += self._reconsider()
 
-        _wake(woken)
+        wake(woken)
 
     def die(self, rank: int, reason: str) -> None:
         """The rank failed: every wait that is not satisfied ends, now and later."""
@@ -208,7 +208,7 @@ class Session:
             self._died.setdefault(rank, reason)
             woken = self._reconsider()
 
-        _wake(woken)
+        wake(woken)
 
     def abort(self, reason: str) -> None:
         """End every wait of every rank, now and later."""
@@ -216,7 +216,7 @@ class Session:
             self._aborted = self._aborted or reason
             woken = self._reconsider()
 
-        _wake(woken)
+        wake(woken)
 
     # Why a wait can't end well: asked when it begins, and again whenever somebody leaves
 
@@ -344,7 +344,7 @@ class Session:
 
                 woken = self._reconsider() if gate is self._reset else []
 
-        _wake(woken)
+        wake(woken)
         if waiter.done:
             return
 
@@ -461,6 +461,7 @@ class Session:
         return head
 
 
-def _wake(waiters: list[Waiter]) -> None:
+def wake(waiters: list[Waiter]) -> None:
+    """Wake settled waiters; outside the mutex."""
     for waiter in waiters:
         waiter.wake()

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
+from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.store import check_publish
-from dtorch_memory_store.session import Publication, Session
+from dtorch_memory_store.joint import JointSession
+from dtorch_memory_store.session import Publication
 
 _lock = threading.Lock()
-_sessions: dict[str, Session] = {}
+_sessions: dict[str, JointSession] = {}
 
 
 class MemoryTensorStore(TensorStore):
@@ -26,7 +28,7 @@ class MemoryTensorStore(TensorStore):
         # Whoever comes first names the session; the rendezvous says which one all of them share.
         self._token = ctx.rendezvous.compare_set("session", "", uuid.uuid4().hex).decode()
         with _lock:
-            self._session = _sessions.setdefault(self._token, Session(ctx.name, ctx.world_size))
+            self._session = _sessions.setdefault(self._token, JointSession(ctx.name, ctx.world_size))
 
         # A handle that is dropped says goodbye too.
         self._leave = weakref.finalize(self, _leave, self._session, self._token, ctx.rank)
@@ -46,8 +48,8 @@ class MemoryTensorStore(TensorStore):
         if dest_device is not None and torch.device(dest_device).type != tensor.device.type:
             if writable:
                 raise ProtocolError(
-                    f"store {self.name!r}, key {key!r}: writable=True, but dest_device={str(dest_device)!r} publishes a "
-                    f"copy, so what consumers write would not reach the tensor on {tensor.device}"
+                    f"store {self.name!r}, key {key!r}: writable=True, but dest_device={str(dest_device)!r} "
+                    f"publishes a copy, so what consumers write would not reach the tensor on {tensor.device}"
                 )
 
             shared, ready = streams.copy_to_device(tensor.detach(), dest_device, stream)
@@ -102,11 +104,22 @@ class MemoryTensorStore(TensorStore):
         else:
             self._session.abort(reason)
 
+    def post(
+        self,
+        key: str,
+        note: str,
+        tensors: Sequence[Tensor],
+        work: Work,
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> Ticket:
+        return self._session.post(key, Offer(self.rank, note, tuple(tensors)), work, stream)
+
     def _seconds(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout
 
 
-def _leave(session: Session, token: str, rank: int) -> None:
+def _leave(session: JointSession, token: str, rank: int) -> None:
     session.close(rank)
     with _lock:
         _sessions.pop(token, None)
@@ -129,7 +142,7 @@ def _own_bytes(tensor: Tensor) -> Tensor:
 
     view = torch.empty(0, dtype=tensor.dtype).set_(
         storage[start : start + extent], 0, tensor.shape, tensor.stride()
-    )  # type: ignore[call-overload]
+    )
     # The conjugate and negative bits are of the view, not of the bytes.
     view = view.conj() if tensor.is_conj() else view
     return torch._neg_view(view) if tensor.is_neg() else view
