@@ -56,6 +56,10 @@ class Ticket(ABC):
         """
 
     @abstractmethod
+    def notes(self) -> Sequence[str]:
+        """Every rank's note, in rank order; once the work is done."""
+
+    @abstractmethod
     def done(self) -> bool:
         """The work is done, or failed."""
 
@@ -102,15 +106,15 @@ class FourSteps:
 
         offer = Offer(store.rank, note, tuple(tensors))
         role = _collect if store.rank == 0 else _contribute
-        future: Future[None] = Future()
+        future: Future[Sequence[str]] = Future()
 
         def run() -> None:
             try:
-                role(store, f"joint/{key}", offer, work, stream)
+                notes = role(store, f"joint/{key}", offer, work, stream)
             except BaseException as error:
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(notes)
 
         with self._lock:
             self._queue.append(run)
@@ -140,7 +144,7 @@ class FourSteps:
 
 
 class _ThreadTicket(Ticket):
-    def __init__(self, steps: FourSteps, store: TensorStore, key: str, future: Future[None]) -> None:
+    def __init__(self, steps: FourSteps, store: TensorStore, key: str, future: Future[Sequence[str]]) -> None:
         self._steps, self._store, self._key, self._future = steps, store, key, future
 
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
@@ -157,6 +161,9 @@ class _ThreadTicket(Ticket):
         if error is not None:
             raise copy_of(error)
 
+    def notes(self) -> Sequence[str]:
+        return self._future.result(timeout=0)
+
     def done(self) -> bool:
         return self._future.done()
 
@@ -164,7 +171,9 @@ class _ThreadTicket(Ticket):
         self._future.add_done_callback(lambda _: callback())
 
 
-def _contribute(store: TensorStore, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None) -> None:
+def _contribute(
+    store: TensorStore, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None
+) -> Sequence[str]:
     _say(store, f"{key}/note/{offer.rank}", {"note": offer.note, "tensors": len(offer.tensors)}, 1)
     for number, tensor in enumerate(offer.tensors):
         store.src_set(f"{key}/{offer.rank}/{number}", tensor, 1, stream=stream, writable=True)
@@ -177,8 +186,12 @@ def _contribute(store: TensorStore, key: str, offer: Offer, work: Work, stream: 
     if end["error"]:
         raise _rebuilt(end["error"], end["text"])
 
+    return list(end["notes"])
 
-def _collect(store: TensorStore, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None) -> None:
+
+def _collect(
+    store: TensorStore, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None
+) -> Sequence[str]:
     offers, error = [offer], None
     for rank in range(1, store.world_size):
         said = _hear(store, f"{key}/note/{rank}")
@@ -192,17 +205,20 @@ def _collect(store: TensorStore, key: str, offer: Offer, work: Work, stream: tor
     except Exception as failure:
         error = failure
 
+    notes = [other.note for other in offers]
     for other in offers[1:]:
         for number in range(len(other.tensors)):
             store.dest_finish_get(f"{key}/{other.rank}/{number}", stream=stream)
 
     if store.world_size > 1:
-        told = {"error": type(error).__name__ if error else "", "text": str(error or "")}
+        told = {"error": type(error).__name__ if error else "", "text": str(error or ""), "notes": notes}
         _say(store, f"{key}/end", told, store.world_size - 1)
         store.src_wait_until_get_finished(f"{key}/end")
 
     if error is not None:
         raise error
+
+    return notes
 
 
 def _say(store: TensorStore, key: str, words: dict[str, Any], get_count: int) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ class Rule:
         return term.mul_(factor) if factor is not None else term
 
 
-@lru_cache(maxsize=None)
+@cache
 def rule(op: str, dtype: torch.dtype) -> Rule:
     """The rule for ``op`` on ``dtype``.
 

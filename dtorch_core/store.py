@@ -19,7 +19,8 @@ from torch import Tensor
 from dtorch_core import streams
 from dtorch_core._context import BackendContext
 from dtorch_core._opening import open_backend
-from dtorch_core.errors import PluginError, ProtocolError, UnsupportedTensorError
+from dtorch_core.checks import check_publish as check_publish
+from dtorch_core.errors import PluginError
 from dtorch_core.joint import FourSteps, Ticket, Work
 
 if TYPE_CHECKING:
@@ -236,46 +237,6 @@ def open_store(
         timeout=timeout,
     )
     return store
-
-
-def check_publish(key: str, tensor: Tensor, get_count: int) -> None:
-    """The rules of :meth:`TensorStore.src_set` that hold for every backend; call it first.
-
-    :raises ProtocolError: if ``get_count`` is below 1.
-    :raises UnsupportedTensorError: if it is not a plain, strided, dense tensor; the message says what it is.
-    """
-    if isinstance(get_count, bool) or not isinstance(get_count, int) or get_count < 1:
-        raise ProtocolError(f"src_set({key!r}): get_count must be an int of at least 1, not {get_count!r}")
-
-    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise UnsupportedTensorError(f"src_set({key!r}): a tensor on {tensor.device} can't be exchanged")
-
-        return
-
-    _check_unusual(key, tensor)
-
-
-def _check_unusual(key: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise UnsupportedTensorError(f"src_set({key!r}): takes a torch.Tensor, not {type(tensor).__name__}")
-
-    kind = type(tensor).__name__
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise UnsupportedTensorError(
-            f"src_set({key!r}): a {kind} holds more than its values and can't be carried; publish a plain tensor "
-            f"(of a DTensor: to_local())"
-        )
-
-    if tensor.is_quantized:
-        raise UnsupportedTensorError(f"src_set({key!r}): a quantized tensor; publish int_repr() and its parameters")
-
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise UnsupportedTensorError(f"src_set({key!r}): a {layout} tensor; publish its dense parts")
-
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise UnsupportedTensorError(f"src_set({key!r}): a tensor on {tensor.device} can't be exchanged")
 
 
 def _checked_store(store: Any, ctx: BackendContext) -> TensorStore:  # noqa: ANN401 - from a plugin

@@ -34,6 +34,7 @@ class Call:
         "finished",
         "key",
         "next_task",
+        "notes",
         "offers",
         "running",
         "tasks",
@@ -44,6 +45,7 @@ class Call:
     def __init__(self, key: str, world_size: int) -> None:
         self.key = key
         self.offers: list[Offer | None] = [None] * world_size
+        self.notes: Sequence[str] = ()
         self.events: list[tuple[torch.cuda.Event, Tensor]] = []
         self.came = 0
         self.waiters: list[Waiter] = []
@@ -151,6 +153,7 @@ class JointSession(Session):
 
     def _start(self, call: Call, work: Work, stream: torch.cuda.Stream | None) -> None:
         offers = [offer for offer in call.offers if offer is not None]
+        call.notes = [offer.note for offer in offers]
         tasks: Sequence[Task] = ()
         try:
             if call.events:
@@ -255,6 +258,9 @@ class MemoryTicket(Ticket):
         if call.done_event is not None:
             queue = stream if stream is not None else torch.cuda.current_stream(call.done_event.device)
             queue.wait_event(call.done_event)
+
+    def notes(self) -> Sequence[str]:
+        return self._call.notes
 
     def done(self) -> bool:
         return self._call.finished

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
+from dtorch_core.checks import check_publish
 from dtorch_core.joint import Offer, Ticket, Work
-from dtorch_core.store import check_publish
 from dtorch_memory_store.joint import JointSession
 from dtorch_memory_store.session import Publication
 

@@ -1,0 +1,60 @@
+"""What a tensor has to be to be exchanged: one rule for every backend. For authors of backends."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtorch_core.errors import ProtocolError, UnsupportedTensorError
+
+
+def check_publish(key: str, tensor: Tensor, get_count: int) -> None:
+    """The rules of :meth:`TensorStore.src_set` that hold for every backend; call it first.
+
+    :raises ProtocolError: if ``get_count`` is below 1.
+    :raises UnsupportedTensorError: if it is not a plain, strided, dense tensor; the message says what it is.
+    """
+    if isinstance(get_count, bool) or not isinstance(get_count, int) or get_count < 1:
+        raise ProtocolError(f"src_set({key!r}): get_count must be an int of at least 1, not {get_count!r}")
+
+    if not _ordinary(tensor):
+        check_tensor(f"src_set({key!r})", tensor)
+
+
+def check_tensor(call: str, tensor: Tensor) -> None:
+    """Refuse what can't be exchanged; ``call`` opens the message.
+
+    :raises UnsupportedTensorError: if it is not a plain, strided, dense tensor on the CPU or a CUDA device.
+    """
+    if _ordinary(tensor):
+        return
+
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedTensorError(f"{call}: takes a torch.Tensor, not {type(tensor).__name__}")
+
+    kind = type(tensor).__name__
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise UnsupportedTensorError(
+            f"{call}: a {kind} holds more than its values and can't be carried; pass a plain tensor "
+            f"(of a DTensor: to_local())"
+        )
+
+    if tensor.is_quantized:
+        raise UnsupportedTensorError(f"{call}: a quantized tensor can't be carried; pass int_repr() and its parameters")
+
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedTensorError(f"{call}: a {layout} tensor can't be carried; pass its dense parts")
+
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedTensorError(f"{call}: a tensor on {tensor.device} can't be exchanged")
+
+
+def _ordinary(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and (tensor.is_cpu or tensor.is_cuda)
+    )

@@ -1,0 +1,122 @@
+"""The c10d Work of one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtorch_core.joint import Ticket
+
+
+class GroupWork(dist._Work):
+    """Waits for a ticket; its future carries the list of output tensors, as c10d's do."""
+
+    def __init__(self, ticket: Ticket, outputs: Sequence[Tensor], timeout: float, source: int = -1) -> None:
+        super().__init__()
+        self._ticket = ticket
+        self._outputs = list(outputs)
+        self._timeout = timeout
+        self._source = source
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait for the result; on CUDA make the current stream wait instead of the host.
+
+        :raises StoreTimeoutError: if ranks have not come in time; they are named.
+        """
+        self._ticket.wait(seconds_of(timeout, self._timeout))
+        return True
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._ticket.done()
+
+    def is_success(self) -> bool:
+        return self._ticket.done() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What the work raised; None if it is not done, or done well."""
+        if not self._ticket.done():
+            return None
+
+        try:
+            self._ticket.wait(0)
+        except Exception as error:
+            return error
+
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        if self._future is None:
+            devices = sorted({tensor.device for tensor in self._outputs if tensor.is_cuda}, key=str)
+            future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices or None)
+            self._future = future
+            self._ticket.add_done_callback(lambda: self._fulfil(future))
+
+        return self._future
+
+    def _fulfil(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        try:
+            # Orders the current stream after the work; the future records it there for its consumers.
+            self._ticket.wait(0)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self._outputs)
+
+
+class Together(dist._Work):
+    """Several Works as one."""
+
+    def __init__(self, works: Sequence[GroupWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return all([work.wait(timeout) for work in self._works])
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda _: self.result())
+
+
+def together(works: Sequence[GroupWork]) -> dist._Work:
+    """One Work for several."""
+    return works[0] if len(works) == 1 else Together(works)
+
+
+def seconds_of(timeout: timedelta | float | None, default: float) -> float:
+    """c10d writes "no timeout of its own" as zero, a negative time, or nothing at all."""
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    return value if value is not None and value > 0 else default
