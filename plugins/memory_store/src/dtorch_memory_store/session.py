@@ -226,14 +226,15 @@ class Session:
         return self._common_failure(rank, what) or (self._lost(rank, gone, what) if gone else None)
 
     def _common_failure(self, rank: int, what: str) -> Failure | None:
-        if self._aborted is not None:
-            reason = f"{self._me(rank)}, {what}: {self._aborted}"
-            return lambda: AbortedError(reason)
-
+        # A death first: whoever ends the run because of it aborts the other ranks' handles as well.
         if self._died:
             dead, why = next(iter(self._died.items()))
             text = f"{self._me(rank)}, {what}: rank {dead} (pid {os.getpid()}) was lost: {why}; open the store anew"
             return lambda: PeerLostError(text)
+
+        if self._aborted is not None:
+            reason = f"{self._me(rank)}, {what}: {self._aborted}"
+            return lambda: AbortedError(reason)
 
         return None
 
