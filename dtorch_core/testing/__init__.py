@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from dtorch_core.testing._harness import DEVICES, Background, Conformance, requires, run_ranks, undeclared
+    from dtorch_core.testing._harness import DEVICES, Background, Conformance, asleep, requires, run_ranks, undeclared
     from dtorch_core.testing.groups import ThreadGroupTests
     from dtorch_core.testing.promises import PromiseTests
     from dtorch_core.testing.stores import TensorStoreTests
 
 _HOMES = {
-    "_harness": "DEVICES Background Conformance requires run_ranks undeclared",
+    "_harness": "DEVICES Background Conformance asleep requires run_ranks undeclared",
     "groups": "ThreadGroupTests",
     "promises": "PromiseTests",
     "stores": "TensorStoreTests",
@@ -37,6 +37,7 @@ __all__ = [
     "PromiseTests",
     "TensorStoreTests",
     "ThreadGroupTests",
+    "asleep",
     "requires",
     "run_ranks",
     "undeclared",

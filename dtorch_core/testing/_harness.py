@@ -6,6 +6,7 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 TIMEOUT = 30.0
-"""Seconds that a run of ranks may take. A right backend needs a fraction of it."""
+"""Seconds that anything in the kit may take. A right backend needs a fraction of it."""
 
 DEVICES: tuple[str, ...] = (
     (os.environ["DEVICE"],)
@@ -76,6 +77,8 @@ class Conformance:
     kind: ClassVar[Kind]
     declared = _Declared()
     """What the backend declares, a ``frozenset[str]``: it is held to these words."""
+    patience: ClassVar[float] = TIMEOUT
+    """Seconds until a test that hangs is ended."""
 
     @pytest.fixture(autouse=True)
     def _contract(self, request: pytest.FixtureRequest) -> Iterator[None]:
@@ -166,6 +169,22 @@ class Background(Generic[T]):
             self._result = self._call()
         except BaseException as error:
             self._error = error
+
+
+def asleep(background: Background[Any], within: float = 2.0) -> None:
+    """Return once the call seems to be blocked, or has ended: no step forward in three looks.
+
+    No event tells that another thread has gone to sleep. A wrong guess makes a test weaker, never wrong.
+    """
+    deadline = time.monotonic() + within
+    seen: list[tuple[int, int]] = []
+    while background.thread.is_alive() and time.monotonic() < deadline:
+        frame = sys._current_frames().get(background.thread.ident or 0)
+        seen.append((id(frame), frame.f_lasti) if frame is not None else (0, 0))
+        if len(seen) >= 3 and len(set(seen[-3:])) == 1 and seen[-1] != (0, 0):
+            return
+
+        time.sleep(0.003)
 
 
 def run_ranks(
