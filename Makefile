@@ -42,6 +42,7 @@ lint: $(VENV)/.tools
 
 types: $(VENV)/.tools
 	$(RUN) -m mypy
+	MYPYPATH=examples $(RUN) -m mypy --ignore-missing-imports -p minilm -m minilm_tensor_parallel
 
 clean:
 	rm -rf .venv .venv-site .venv-ci .pytest_cache .mypy_cache .ruff_cache

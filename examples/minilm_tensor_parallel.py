@@ -20,8 +20,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from dtorch_core.cli import main as dtorch
@@ -76,28 +78,29 @@ def embed_on_ranks(
     with ThreadPoolExecutor(1, "spawn") as background:
         run = background.submit(spawn, serve, ranks, args=(model_path, requests), devices=device, timeout=600)
         try:
-            embeddings, times = [], []
-            progress = tqdm(total=sum(tokens.shape[1] for tokens in work), desc="embedding", unit=" sentences")
-            for result in results(work, requests, run):
+            answers = results(work, device, requests, run)
+            embeddings, times = [next(answers)], [time.perf_counter()]
+            for answer in tqdm(answers, "embedding", total=len(work), initial=1, unit=" batches"):
+                embeddings.append(answer)
                 times.append(time.perf_counter())
-                embeddings.append(result)
-                progress.update(len(result))
-
-            progress.close()
         finally:
             requests.put(None)  # no more: the ranks return
 
-        return torch.cat(embeddings), list(map(float.__sub__, times[1:], times)), run.result()
+        return torch.cat(embeddings), [after - before for before, after in pairwise(times)], run.result()
 
 
 def results(
-    work: Sequence[Tensor], requests: SimpleQueue[Request | None], run: Future[list[Traffic]]
+    work: Sequence[Tensor], device: str, requests: SimpleQueue[Request | None], run: Future[list[Traffic]]
 ) -> Iterator[Tensor]:
     """The embeddings of each batch, on the CPU, in order. One batch is always under way while another is awaited."""
     pending: list[TensorFuture] = []
     for tokens in work:
-        promise = make_promise()
-        pending.append(promise.future())
+        promise = make_promise(device=device)
+        future = promise.future()
+        if not pending:
+            print(f"{future.selection}\n", flush=True)
+
+        pending.append(future)
         requests.put(Request(tokens, promise))
         if len(pending) > 1:
             yield value(pending.pop(0), run)
@@ -108,11 +111,14 @@ def results(
 
 def value(future: TensorFuture, run: Future[list[Traffic]]) -> Tensor:
     """The future's tensor on the CPU; if the ranks have failed, their error."""
-    wait([future, run], PATIENCE, FIRST_COMPLETED)
+    either: list[Future[Any]] = [future, run]
+    wait(either, PATIENCE, FIRST_COMPLETED)
     if run.done() and not future.done():
         run.result()
 
-    return future.result(0).cpu()
+    embeddings = future.result(0)
+    assert embeddings is not None, "the promise is not a void one"
+    return embeddings.cpu()
 
 
 def embed_alone(work: Sequence[Tensor], device: str, model_path: Path) -> tuple[Tensor, list[float]]:
@@ -145,7 +151,8 @@ def show_traffic(traffic: Sequence[Traffic], batch_count: int) -> None:
     weights = sum(rank.weights for rank in traffic) / 1e6
     tokens = sum(rank.tokens for rank in traffic) / batch_count / 1e3
     sums = sum(rank.sums for rank in traffic) / batch_count / 1e6
-    print(f"bytes exchanged       {weights:.1f} MB of weights, once; per batch {tokens:.1f} kB of tokens, {sums:.1f} MB of sums")
+    print(f"bytes exchanged       {weights:.1f} MB of weights, once")
+    print(f"                      {tokens:.1f} kB of tokens and {sums:.1f} MB of sums per batch")
 
 
 def milliseconds(times: Sequence[float]) -> str:

@@ -79,7 +79,8 @@ class MiniLM:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self._weights[f"{name}.LayerNorm.weight"], self._weights[f"{name}.LayerNorm.bias"]
-        return functional.layer_norm(x, (HIDDEN,), weight, bias, EPSILON)
+        normal: Tensor = functional.layer_norm(x, (HIDDEN,), weight, bias, EPSILON)
+        return normal
 
     @staticmethod
     def _heads(x: Tensor) -> Tensor:

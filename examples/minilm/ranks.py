@@ -52,7 +52,8 @@ def serve(ctx: RankContext, model_path: Path, requests: SimpleQueue[Request | No
 
     def sum_over_ranks(term: Tensor) -> Tensor:
         traffic.sums += term.nbytes
-        return group.all_reduce(term, out=term)  # in place: a term alone is of no further use
+        total: Tensor = group.all_reduce(term, out=term)  # in place: a term alone is of no further use
+        return total
 
     model = MiniLM(weights, first_token(ctx.rank, ctx.world_size), sum_over_ranks)
     while True:

@@ -74,6 +74,7 @@ def scatter_weights(full: Mapping[str, Tensor] | None, store: TensorStore) -> di
     parts = {}
     for name, placement in tqdm(PLACEMENTS.items(), "sharding weights", disable=store.rank != 0, leave=False):
         part = scatter_tensor(full[name] if full is not None else None, store, mesh, [placement], src=0)
-        parts[name] = part.to(store.device)
+        assert part is not None, "every rank is in the mesh"
+        parts[name] = part
 
     return parts
