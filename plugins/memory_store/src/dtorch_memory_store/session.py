@@ -123,6 +123,7 @@ class Session:
     def finish(self, rank: int, key: str, event: torch.cuda.Event | None) -> None:
         """End a borrow; the last one lets the tensor go and wakes the producer."""
         woken: list[Waiter] = []
+        dropped: Tensor | None = None  # freed on return: not under the mutex
         with self.mutex:
             publication = self._keys.get(key)
             if publication is None or rank not in publication.borrowers:
@@ -133,13 +134,17 @@ class Session:
             if event is not None:
                 publication.events.append(event)
 
+            if self._orphans:
+                self._orphans.discard((rank, key))
+
             if publication.complete:
-                publication.tensor = None
+                dropped, publication.tensor = publication.tensor, None
                 woken = [waiter for waiter in publication.waiters if not waiter.settled]
                 for waiter in woken:
                     waiter.done = True
 
         wake(woken)
+        del dropped
 
     def wait(self, rank: int, key: str, timeout: float) -> list[torch.cuda.Event]:
         """Wait until all have finished, then free the key: the events to order the producer's stream after."""
@@ -183,10 +188,12 @@ class Session:
     def reset(self, rank: int, timeout: float) -> None:
         """Drop every key, once all ranks are here. This rank's other waits are over at once."""
         with self.mutex:
-            woken = self._fail_waits_of({rank}, lambda: AbortedError(f"{self._me(rank)}: it called reset()"))
+            called = f"{self._me(rank)}: it called reset()"
+            woken = self._fail_waits_of({rank}, lambda: AbortedError(called), self._barrier)
 
         wake(woken)
-        self._pass(self._reset, rank, timeout, self._drop_keys)
+        dropped: list[Publication] = []  # freed on return: not under the mutex
+        self._pass(self._reset, rank, timeout, lambda: self._drop_keys(dropped))
 
     # Leaving
 
@@ -197,7 +204,8 @@ class Session:
                 return
 
             self._closed.add(rank)
-            woken = self._fail_waits_of({rank}, lambda: AbortedError(f"{self._me(rank)}: it was closed"))
+            closed = f"{self._me(rank)}: it was closed"
+            woken = self._fail_waits_of({rank}, lambda: AbortedError(closed), self._barrier, self._reset)
             woken += self._reconsider()
 
         wake(woken)
@@ -272,9 +280,9 @@ class Session:
             return self._lost(rank, sorted(stuck), what)
 
         others = set(range(self.world_size)) - {rank} - publication.takers
-        if publication.get_count - len(publication.takers) > len(others - self._closed):
-            # A producer alone with its key may still take it from another thread.
-            return self._lost(rank, sorted(others), what) if others else None
+        gone = others & self._closed
+        if gone and publication.get_count - len(publication.takers) > len(others - gone):
+            return self._lost(rank, sorted(gone), what)
 
         return None
 
@@ -312,15 +320,20 @@ class Session:
             for waiter in gate.waiters.values():
                 settle(waiter, self._why_no_gate(gate, waiter.rank))
 
+            gate.turn_away()
+
         return woken
 
-    def _fail_waits_of(self, ranks: set[int], failure: Failure) -> list[Waiter]:
+    def _fail_waits_of(self, ranks: set[int], failure: Failure, *gates: Gate) -> list[Waiter]:
         waiters = [waiter for getters in self._getters.values() for waiter in getters]
         waiters += [waiter for publication in self._keys.values() for waiter in publication.waiters]
-        waiters += [*self._barrier.waiters.values(), *self._reset.waiters.values()]
+        waiters += [waiter for gate in gates for waiter in gate.waiters.values()]
         woken = [waiter for waiter in waiters if waiter.rank in ranks and not waiter.settled]
         for waiter in woken:
             waiter.error = failure
+
+        for gate in gates:
+            gate.turn_away()
 
         return woken
 
@@ -376,8 +389,8 @@ class Session:
         return served
 
     def _untake(self, key: str, waiter: Waiter) -> list[Waiter]:
-        publication = self._keys.get(key)
-        if not waiter.done or publication is None:
+        publication = waiter.result
+        if publication is None or self._keys.get(key) is not publication:
             self._drop_getter(key, waiter)
             return []
 
@@ -392,15 +405,19 @@ class Session:
             if not getters:
                 del self._getters[key]
 
-    def _drop_keys(self) -> list[Waiter]:
+    def _drop_keys(self, dropped: list[Publication]) -> list[Waiter]:
+        # Those in reset() are through: it is they who did it.
         woken = self._fail_waits_of(
-            set(range(self.world_size)), lambda: AbortedError(f"store {self.name!r}: it was reset meanwhile")
+            set(range(self.world_size)),
+            lambda: AbortedError(f"store {self.name!r}: it was reset meanwhile"),
+            self._barrier,
         )
         for key, publication in self._keys.items():
             self._orphans.update((rank, key) for rank in publication.borrowers)
 
+        dropped.extend(self._keys.values())
         self._keys.clear()
-        return [waiter for waiter in woken if waiter not in self._reset.waiters.values()]
+        return woken
 
     def _check_open(self, rank: int) -> None:
         if rank in self._closed:

@@ -55,6 +55,10 @@ class Gate:
         waiter.done = not self.missing()
         return waiter
 
+    def turn_away(self) -> None:
+        """Those that have failed no longer stand here: a rank can come back before its thread has woken."""
+        self.waiters = {rank: waiter for rank, waiter in self.waiters.items() if waiter.error is None}
+
     def open(self) -> list[Waiter]:
         """Let everybody through: the waiters to wake."""
         waiters = list(self.waiters.values())
