@@ -61,11 +61,6 @@ class Notes:
             self._ticket.add_done_callback(callback)
 
 
-def supported(group: dist.ProcessGroup) -> bool:
-    """The group has methods of its own for this."""
-    return isinstance(group, SupportsNotes)
-
-
 def post(group: dist.ProcessGroup, device: str, call: str, text: str, timeout: float) -> Notes:
     """Begin an exchange; over a group without notes of its own it is over when this returns."""
     if isinstance(group, SupportsNotes):

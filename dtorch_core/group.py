@@ -6,6 +6,7 @@ checks of the arguments, and Works that carry what the blocking call returns.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import _c10d, _notes
+from dtorch_core import _c10d, _notes, _p2p
 from dtorch_core._context import BackendContext
 from dtorch_core._opening import open_backend
 from dtorch_core._selector import spec_of
@@ -21,7 +22,7 @@ from dtorch_core._shapes import Shape, check_alike, chunk_sizes, describe, joine
 from dtorch_core._text import rank_list
 from dtorch_core._work import Started, Work
 from dtorch_core.checks import check_tensor
-from dtorch_core.errors import PluginError, UnsupportedOperationError
+from dtorch_core.errors import PluginError, StoreTimeoutError, UnsupportedOperationError
 from dtorch_core.reduction import rule
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class ThreadGroup:
         self.backend = ctx.selection.chosen or ""
         self.timeout = ctx.timeout
         self._capabilities = spec_of(ctx.selection).capabilities
+        self._rendezvous = ctx.rendezvous
+        self._splits = itertools.count()
         self._closed = False
 
     def all_reduce(
@@ -190,8 +193,7 @@ class ThreadGroup:
         def prepare(_: Sequence[str]) -> Prepared[Tensor]:
             self._check(call, x, op)
             along = own_dim(dim, x)
-            sizes = chunk_sizes(x.shape[along], self.world_size)
-            parts = x.detach().split(sizes, along)
+            parts = _split(x, along, self.world_size)
             self._check_uneven(call, [Shape.of(part) for part in parts])
             result = result_memory(call, out, x, parts[self.rank].shape)
             return (
@@ -220,7 +222,7 @@ class ThreadGroup:
 
         def cut() -> Sequence[Tensor]:
             along = own_dim(split_dim, x)
-            return x.detach().split(chunk_sizes(x.shape[along], self.world_size), along)
+            return _split(x, along, self.world_size)
 
         def tell() -> str:
             self._check(call, x)
@@ -326,16 +328,91 @@ class ThreadGroup:
             async_op,
         )
 
+    def send(
+        self, x: Tensor, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:  # noqa: ANN401
+        """Send ``x`` to rank ``dst``, which may be this one. Returns when ``x`` may be rewritten.
+
+        It does not wait for the receiver. Messages of one source, destination and tag arrive in order.
+        """
+        call, seconds = f"send({describe(x)}, dst={dst}, tag={tag})", self._seconds(timeout)
+        self._check(call, x, root=dst)
+        self._check_p2p(call, dst, tag)
+        work = Work(None, lambda _: (_p2p.send(self.process_group, x.detach(), dst, tag), lambda: None), seconds)
+        return work if async_op else work.result()
+
+    def recv(
+        self,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        out: Tensor | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:  # noqa: ANN401
+        """The next message of rank ``src`` (of any rank where None) with ``tag``; its shape need not be known.
+
+        :raises StoreTimeoutError: if none has come; no message is lost, and the call can be repeated.
+        :raises CollectiveMismatchError: if ``out`` has another shape or dtype.
+        """
+        call, seconds = f"recv(src={src}, tag={tag})", self._seconds(timeout)
+        if src is not None:
+            self._check_root(call, src)
+
+        self._check_p2p(call, src, tag)
+        received = _p2p.receive(self.process_group, self.device, src, tag, out)
+        work = Work(None, lambda _: (received, lambda: received.result()[0]), seconds)
+        if async_op:
+            return work
+
+        try:
+            return work.result()
+        except StoreTimeoutError:
+            received.cancel()
+            raise
+
+    def split(self, ranks: Sequence[int], *, timeout: float | None = None) -> ThreadGroup | None:
+        """A new group of some ranks; rank i of it is ``ranks[i]``. None on the others. All ranks of this group call it.
+
+        :raises ValueError: if ``ranks`` names a rank twice, or one that is not here.
+        """
+        members, call = list(ranks), f"split({list(ranks)})"
+        self._need("split", call)
+        number = next(self._splits)
+
+        def tell() -> str:
+            if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
+                raise ValueError(f"{self._label(call)}: needs different ranks of 0 to {self.world_size - 1}")
+
+            return ""
+
+        def prepare(_: Sequence[str]) -> Prepared[None]:
+            return lambda: _c10d.barrier(self.process_group, seconds), lambda: None
+
+        seconds = self._seconds(timeout)
+        self._exchange(call, call, tell, prepare, seconds, async_op=False)
+        if self.rank not in members:
+            return None
+
+        return open_group(
+            f"{self.name}/{number}{members}",
+            rank=members.index(self.rank),
+            world_size=len(members),
+            device=self.device,
+            rendezvous=dist.PrefixStore("split/", self._rendezvous),
+            backend=self.backend if self.selection.asked_by == "argument" else None,
+            timeout=self.timeout,
+        )
+
     def abort(self, reason: str = "", *, died: bool = False) -> None:
         """Wake every rank from every call of this group, now and later, with :class:`AbortedError`.
 
         :param died: this rank failed; its peers see :class:`PeerLostError`.
         """
-        abort = self.process_group.abort
-        if _notes.supported(self.process_group):
-            abort(reason, died=died)
+        if isinstance(self.process_group, _notes.SupportsNotes):
+            self.process_group.abort(reason, died=died)
         else:
-            abort()
+            self.process_group.abort()
 
     def close(self) -> None:
         """Leave. Local, and may be repeated."""
@@ -414,6 +491,17 @@ class ThreadGroup:
         if root is not None:
             self._check_root(call, root)
 
+    def _check_p2p(self, call: str, peer: int | None, tag: int) -> None:
+        self._need("p2p", call)
+        if peer is None:
+            self._need("any_source", call)
+
+        if peer == self.rank:
+            self._need("self_send", call)
+
+        if tag != 0:
+            self._need("tags", call)
+
     def _check_root(self, call: str, root: int) -> None:
         if not 0 <= root < self.world_size:
             raise ValueError(f"{self._label(call)}: there is no rank {root} ({rank_list(range(self.world_size))})")
@@ -482,6 +570,10 @@ def _copied(call: str, out: Tensor | None, x: Tensor) -> Tensor:
         result.copy_(x.detach())
 
     return result
+
+
+def _split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
+    return list(x.detach().split(chunk_sizes(x.shape[dim], parts), dim))
 
 
 def _at_least_1d(x: Tensor) -> Tensor:

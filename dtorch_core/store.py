@@ -1,7 +1,8 @@
 """The TensorStore contract, and what is built on it once for every backend.
 
 The four steps, ``reset``, ``barrier``, ``empty`` and ``close`` belong to the backend. Everything else here is made of
-them; a backend may override :meth:`TensorStore.abort` and :meth:`TensorStore.post` to do better than the defaults.
+them; a backend may override :meth:`TensorStore.abort`, :meth:`TensorStore.post`, :meth:`TensorStore.send` and
+:meth:`TensorStore.expect` to do better than the defaults.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +23,17 @@ from dtorch_core._opening import open_backend
 from dtorch_core.checks import check_publish as check_publish
 from dtorch_core.errors import PluginError
 from dtorch_core.joint import FourSteps, Ticket, Work
+from dtorch_core.mail import FourStepMail, Receipt
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-_posts_lock = threading.Lock()
+# What the defaults keep for a store, beside it: a backend's class owes them nothing, not even a call of __init__.
+D = TypeVar("D")
+_defaults_lock = threading.Lock()
 _posts: weakref.WeakKeyDictionary[TensorStore, FourSteps] = weakref.WeakKeyDictionary()
+_mail: weakref.WeakKeyDictionary[TensorStore, FourStepMail] = weakref.WeakKeyDictionary()
 
 
 class TensorStore(ABC):
@@ -183,10 +188,21 @@ class TensorStore(ABC):
         Returns at once. When every rank has posted under ``key``, the work runs once, in place, on one of the ranks.
         The default is made of the four steps; a backend that shares memory between its ranks can do better.
         """
-        with _posts_lock:
-            steps = _posts.setdefault(self, FourSteps())
+        return _default(_posts, self, FourSteps).post(self, key, note, tensors, work, stream)
 
-        return steps.post(self, key, note, tensors, work, stream)
+    def send(self, tensor: Tensor, dst: int, tag: int, *, stream: torch.cuda.Stream | None = None) -> None:
+        """Leave a copy of ``tensor`` for rank ``dst``, which may be this one; see :mod:`dtorch_core.mail`.
+
+        Does not wait for it: ``tensor`` may be rewritten at once.
+        """
+        _default(_mail, self, FourStepMail).send(self, tensor, dst, tag, stream)
+
+    def expect(self, src: int | None, tag: int) -> Receipt:
+        """A receipt for the next message of ``src`` (any rank where None) with ``tag``. Never waits.
+
+        :raises UnsupportedOperationError: if the backend can't wait for any source.
+        """
+        return _default(_mail, self, FourStepMail).expect(self, src, tag)
 
     def abort(self, reason: str, *, died: bool = False) -> None:
         """Wake every wait on every rank, now and later, with AbortedError; with PeerLostError if this rank died.
@@ -198,7 +214,11 @@ class TensorStore(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is not None:
+            # No goodbye: whoever raises out of the block leaves its peers in the middle.
+            self.abort(f"rank {self.rank} failed: {type(error).__name__}: {error}", died=True)
+
         self.close()
 
     def __repr__(self) -> str:
@@ -246,6 +266,11 @@ def _checked_store(store: Any, ctx: BackendContext) -> TensorStore:  # noqa: ANN
         )
 
     return store
+
+
+def _default(kept: weakref.WeakKeyDictionary[TensorStore, D], store: TensorStore, make: Callable[[], D]) -> D:
+    with _defaults_lock:
+        return kept.setdefault(store, make())
 
 
 def _cuda_device(device: str) -> int | None:

@@ -22,6 +22,10 @@ from dtorch_memory_store.session import Session, wake
 from dtorch_memory_store.waiting import Waiter
 
 
+LINE = "\n"
+"""A note's first line says what the work is; the rest is data."""
+
+
 class Call:
     """One piece of joint work, shared by its ranks."""
 
@@ -160,6 +164,9 @@ class JointSession(Session):
                 tasks = self._on_stream(call, offers, work, stream)
             else:
                 tasks = work(offers)
+                if len(tasks) == 1:  # nothing to share: waking helpers would only cost
+                    tasks[0]()
+                    tasks = ()
         except BaseException as error:  # reaches every rank, this one too, through its ticket
             call.error = error
 
@@ -233,11 +240,13 @@ class JointSession(Session):
         return woken
 
     def _give_up(self, call: Call, rank: int, timeout: float) -> Exception:
-        missing = rank_list(call.missing())
+        missing, offer = rank_list(call.missing()), call.offers[rank]
+        what = f"{call.key}, {offer.note.partition(LINE)[0]}" if offer is not None else call.key
+        late = f"{missing} had not come after {seconds(timeout)}"
         if self._retired is None:
-            self._retired = f"rank {rank} gave up on {call.key} after {seconds(timeout)}, when {missing} had not come"
+            self._retired = f"rank {rank} gave up on {what}: {late}"
 
-        return StoreTimeoutError(f"{self._me(rank)}, {call.key}: {missing} had not come after {seconds(timeout)}")
+        return StoreTimeoutError(f"{self._me(rank)}, {what}: {late}")
 
 
 class MemoryTicket(Ticket):

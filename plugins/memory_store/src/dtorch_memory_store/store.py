@@ -13,11 +13,12 @@ from torch import Tensor
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
 from dtorch_core.checks import check_publish
 from dtorch_core.joint import Offer, Ticket, Work
-from dtorch_memory_store.joint import JointSession
+from dtorch_core.mail import Receipt
+from dtorch_memory_store.mail import MailSession, Message
 from dtorch_memory_store.session import Publication
 
-_lock = threading.Lock()
-_sessions: dict[str, JointSession] = {}
+# Without a lock: setdefault and pop are atomic, and a lock could be held when the garbage collector closes a handle.
+_sessions: dict[str, MailSession] = {}
 
 
 class MemoryTensorStore(TensorStore):
@@ -27,12 +28,10 @@ class MemoryTensorStore(TensorStore):
         super().__init__(ctx)
         # Whoever comes first names the session; the rendezvous says which one all of them share.
         self._token = ctx.rendezvous.compare_set("session", "", uuid.uuid4().hex).decode()
-        with _lock:
-            self._session = _sessions.setdefault(self._token, JointSession(ctx.name, ctx.world_size))
-
+        self._session = _sessions.setdefault(self._token, MailSession(ctx.name, ctx.world_size))
         # A handle that is dropped says goodbye too.
-        self._leave = weakref.finalize(self, _leave, self._session, self._token, ctx.rank)
-        self._leave.atexit = False
+        self._dropped = weakref.finalize(self, _dropped, self._session, self._token, ctx.rank)
+        self._dropped.atexit = False
 
     def src_set(
         self,
@@ -96,7 +95,8 @@ class MemoryTensorStore(TensorStore):
         return torch.empty(tuple(size), dtype=dtype, device=self.device if device is None else device)
 
     def close(self) -> None:
-        self._leave()
+        self._dropped.detach()
+        _leave(self._session, self._token, self.rank)
 
     def abort(self, reason: str, *, died: bool = False) -> None:
         if died:
@@ -115,14 +115,32 @@ class MemoryTensorStore(TensorStore):
     ) -> Ticket:
         return self._session.post(key, Offer(self.rank, note, tuple(tensors)), work, stream)
 
+    def send(self, tensor: Tensor, dst: int, tag: int, *, stream: torch.cuda.Stream | None = None) -> None:
+        with torch.cuda.stream(stream):
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+        self._session.deliver(Message(self.rank, tag, copy, streams.record(copy, stream)), dst)
+
+    def expect(self, src: int | None, tag: int) -> Receipt:
+        return self._session.expect(self.rank, src, tag)
+
     def _seconds(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout
 
 
-def _leave(session: JointSession, token: str, rank: int) -> None:
+def _dropped(session: MailSession, token: str, rank: int) -> None:
+    # The garbage collector calls this wherever a thread happens to be, also inside the mutex that _leave takes.
+    if session.mutex.acquire(blocking=False):
+        session.mutex.release()
+        _leave(session, token, rank)
+    else:
+        name = f"goodbye of rank {rank}"
+        threading.Thread(target=_leave, args=(session, token, rank), name=name, daemon=True).start()
+
+
+def _leave(session: MailSession, token: str, rank: int) -> None:
     session.close(rank)
-    with _lock:
-        _sessions.pop(token, None)
+    _sessions.pop(token, None)
 
 
 def _own_bytes(tensor: Tensor) -> Tensor:
@@ -140,7 +158,7 @@ def _own_bytes(tensor: Tensor) -> Tensor:
     if tensor.numel():
         extent = size * (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
 
-    view = torch.empty(0, dtype=tensor.dtype).set_(
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage[start : start + extent], 0, tensor.shape, tensor.stride()
     )
     # The conjugate and negative bits are of the view, not of the bytes.

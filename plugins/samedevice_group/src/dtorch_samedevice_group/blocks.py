@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -38,9 +39,13 @@ def copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Task]:
             continue
 
         blocks = cut((target, source))
-        tasks += [lambda t=t, s=s: t.copy_(s) for t, s in blocks or [(target, source)]]
+        tasks += [partial(_copy, block[0], block[1]) for block in blocks or [(target, source)]]
 
     return tasks
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

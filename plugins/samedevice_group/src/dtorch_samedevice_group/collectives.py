@@ -7,6 +7,7 @@ small work at once and returns large work as tasks, which the ranks share.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         tasks: list[Task] = []
         for tensors in zip(*(offer.tensors for offer in offers), strict=True):
-            tasks += [lambda b=block: _reduce_in_place(rule, b, factor) for block in cut(tensors) or [tensors]]
+            tasks += [partial(_reduce_in_place, rule, block, factor) for block in cut(tensors) or [tensors]]
 
         return tasks
 
@@ -119,7 +120,7 @@ def _reductions(
     tasks: list[Task] = []
     for out, inputs in jobs:
         blocks = cut((out, *inputs)) or [(out, *inputs)]
-        tasks += [lambda b=block: _reduce_out(rule, b[0], b[1:], factor) for block in blocks]
+        tasks += [partial(_reduce_out, rule, block[0], block[1:], factor) for block in blocks]
 
     return tasks
 

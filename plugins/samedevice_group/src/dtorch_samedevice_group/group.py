@@ -25,7 +25,7 @@ from dtorch_core.reduction import Rule, rule
 from dtorch_samedevice_group import collectives
 from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine, nothing
-from dtorch_samedevice_group.work import GroupWork, seconds_of, together
+from dtorch_samedevice_group.work import GroupWork, ReceiveWork, SendWork, seconds_of, together
 
 _OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -48,7 +48,7 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
     """c10d's collectives as joint work on a TensorStore."""
 
     def __init__(self, ctx: BackendContext) -> None:
-        super().__init__(ctx.rank, ctx.world_size)
+        super().__init__(ctx.rank, ctx.world_size)  # type: ignore[call-arg]  # torch's stub lacks this overload
         self._rank, self._size, self._name = ctx.rank, ctx.world_size, ctx.name
         self._timeout = ctx.timeout
         self._store = ctx.open_store("tensors")
@@ -214,6 +214,32 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> GroupWork:
         return self._post("barrier", (), (), opts, lambda: nothing)
 
+    # Point to point
+
+    def send(self, tensors: Sequence[Tensor] | Tensor, dst: int, tag: int = 0) -> SendWork:
+        (tensor,) = _listed(tensors)
+        check_tensor(f"send to rank {dst}", tensor)
+        self._check_rank(dst)
+        self._store.send(tensor, dst, tag)
+        return SendWork()
+
+    def recv(self, tensors: Sequence[Tensor] | Tensor, src: int, tag: int = 0) -> ReceiveWork:
+        (buffer,) = _listed(tensors)
+        _check_written(f"recv from rank {src}", buffer)
+        return self.receive(src, tag, buffer)
+
+    def recv_anysource(self, tensors: Sequence[Tensor] | Tensor, tag: int = 0) -> ReceiveWork:
+        (buffer,) = _listed(tensors)
+        return self.receive(None, tag, buffer)
+
+    def receive(self, src: int | None, tag: int, buffer: Tensor | None = None) -> ReceiveWork:
+        """The next message of ``src`` (any rank where None); without a buffer it may have any shape."""
+        if src is not None:
+            self._check_rank(src)
+
+        call = f"group {self._name!r}, rank {self._rank}, recv"
+        return ReceiveWork(self._store.expect(src, tag), buffer, self._timeout, call)
+
     # Names of torch 2.12 and older
 
     _allgather_base = all_gather_single
@@ -262,6 +288,10 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
         ticket = self._engine.post(call, [tensor.detach() for tensor in tensors], work)
         timeout = seconds_of(getattr(opts, "timeout", None), self._timeout)
         return GroupWork(ticket, written, timeout)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._size:
+            raise ValueError(f"group {self._name!r}: there is no rank {rank}; it has rank 0 to rank {self._size - 1}")
 
     def _one_for_each_rank(self, what: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self._size:

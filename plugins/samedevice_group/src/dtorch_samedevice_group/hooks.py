@@ -24,6 +24,8 @@ def dtorch_register_thread_groups() -> list[BackendSpec]:
             "samedevice",
             "dtorch_samedevice_group.group:open_process_group",
             probe,
-            capabilities=frozenset({"cpu", "cuda", "uneven", "bitwise_ops", "mismatch", "rank_order", "async"}),
+            capabilities=frozenset(
+                "cpu cuda uneven bitwise_ops p2p any_source tags self_send split mismatch rank_order async".split()
+            ),
         )
     ]

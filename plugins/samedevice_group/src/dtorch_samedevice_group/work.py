@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtorch_core import CollectiveMismatchError
 from dtorch_core.joint import Ticket
+from dtorch_core.mail import Receipt
 
 
 class GroupWork(dist._Work):
@@ -65,7 +68,7 @@ class GroupWork(dist._Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         if self._future is None:
             devices = sorted({tensor.device for tensor in self._outputs if tensor.is_cuda}, key=str)
-            future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices or None)
+            future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices or None)  # type: ignore[arg-type]
             self._future = future
             self._ticket.add_done_callback(lambda: self._fulfil(future))
 
@@ -76,9 +79,101 @@ class GroupWork(dist._Work):
             # Orders the current stream after the work; the future records it there for its consumers.
             self._ticket.wait(0)
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]
         else:
             future.set_result(self._outputs)
+
+
+class SendWork(dist._Work):
+    """A send: over when it returns, since the message is a copy."""
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return []
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+class ReceiveWork(GroupWork):
+    """A receive: into the caller's buffer, or, without one, whatever arrives."""
+
+    def __init__(self, receipt: Receipt, buffer: Tensor | None, timeout: float, call: str) -> None:
+        super().__init__(_ReceiptTicket(receipt), [] if buffer is None else [buffer], timeout)
+        self._receipt, self._buffer, self._call = receipt, buffer, call
+        self._lock = threading.Lock()
+        self._received = False
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        message, source = self._receipt.wait(seconds_of(timeout, self._timeout))
+        with self._lock:
+            if not self._received:
+                self._source = source
+                self._outputs = [self._stored(message, source)]
+                self._received = True
+
+        return True
+
+    def cancel(self) -> bool:
+        """Expect the message no more; False if it is here."""
+        return self._receipt.cancel()
+
+    def _stored(self, message: Tensor, source: int) -> Tensor:
+        if self._buffer is None:
+            return message
+
+        buffer = self._buffer.detach()
+        if buffer.shape != message.shape or buffer.dtype != message.dtype:
+            raise CollectiveMismatchError(
+                f"{self._call}: rank {source} sent {message.dtype} {list(message.shape)}, and the buffer is "
+                f"{buffer.dtype} {list(buffer.shape)}"
+            )
+
+        buffer.copy_(message)
+        return self._buffer
+
+    def _fulfil(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        try:
+            self.wait(0.001)
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(self._outputs)
+
+
+class _ReceiptTicket(Ticket):
+    """A receipt as a ticket, for what a Work asks of either."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        self._receipt = receipt
+
+    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
+        self._receipt.wait(timeout, stream)
+
+    def notes(self) -> Sequence[str]:
+        return ()
+
+    def done(self) -> bool:
+        return self._receipt.done()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._receipt.add_done_callback(callback)
 
 
 class Together(dist._Work):
