@@ -85,4 +85,5 @@ class MiniLM:
     @staticmethod
     def _heads(x: Tensor) -> Tensor:
         """(sentences, tokens, heads * 32) to (sentences, heads, tokens, 32)."""
-        return x.unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, HEAD_SIZE))
+        return heads.transpose(1, 2)
