@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dtorch_core._member import normal_device
@@ -42,5 +43,5 @@ class PromiseConformance(Conformance):
             except Exception as error:
                 return error
 
-        running = [Background(lambda call=call: run(call), f"call {index}") for index, call in enumerate(calls)]  # type: ignore[misc]
+        running = [Background(partial(run, call), f"call {index}") for index, call in enumerate(calls)]
         return [background.result(self.patience) for background in running]

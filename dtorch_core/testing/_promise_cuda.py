@@ -32,7 +32,7 @@ def _cycles_per_second() -> float:
     torch.cuda._sleep(50_000_000)
     end.record()
     end.synchronize()
-    return 50_000_000 / (begin.elapsed_time(end) / 1000)
+    return 50_000_000 / (float(begin.elapsed_time(end)) / 1000)
 
 
 def written_late(tag: int, stream: torch.cuda.Stream) -> Tensor:

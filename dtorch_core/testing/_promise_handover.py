@@ -27,8 +27,8 @@ WAYS: dict[str, Callable[[TensorPromise], TensorPromise]] = {
 EACH_WAY = pytest.mark.parametrize("hand_over", WAYS.values(), ids=WAYS)
 
 
-def _changed(token: bytes, **fields: object) -> bytes:
-    return json.dumps({**json.loads(token), **fields}).encode()
+def _changed(original: bytes, **fields: object) -> bytes:
+    return json.dumps({**json.loads(original), **fields}).encode()
 
 
 class HandOverTests(PromiseConformance):

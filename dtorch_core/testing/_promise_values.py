@@ -7,6 +7,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -155,7 +156,7 @@ class ValueTests(PromiseConformance):
                 got = future.result(self.patience)
                 assert got is not None and same(got, coded(index, device=self.home))
 
-        assert self.together(read, *(lambda start=start: work(start) for start in range(4))) == [None] * 5
+        assert self.together(read, *(partial(work, start) for start in range(4))) == [None] * 5
 
     def test_value_is_let_go_with_its_future(self) -> None:
         """A promise that has been set holds no tensor: its worker may keep it for long."""
@@ -212,9 +213,7 @@ class ValueTests(PromiseConformance):
     def test_set_by_many_threads_is_of_one(self) -> None:
         for _ in range(50):
             promise, future = self.pair()
-            raised = self.together(
-                *(lambda tag=tag: promise.set_result(coded(tag, device=self.home)) for tag in range(3))
-            )
+            raised = self.together(*(partial(promise.set_result, coded(tag, device=self.home)) for tag in range(3)))
             winners = [tag for tag, error in enumerate(raised) if error is None]
             assert len(winners) == 1, raised
             assert sum(isinstance(error, ProtocolError) for error in raised) == 2, raised
@@ -237,14 +236,14 @@ class ValueTests(PromiseConformance):
     @pytest.mark.parametrize("what", ["sparse", "meta", "list", "number"])
     def test_unsupported_value_is_refused_in_the_caller(self, what: str) -> None:
         promise, future = self.pair()
-        value = {
+        values: dict[str, Callable[[], object]] = {
             "sparse": lambda: torch.eye(3).to_sparse(),
             "meta": lambda: torch.empty(3, device="meta"),
             "list": lambda: [1.0, 2.0],
             "number": lambda: 3,
-        }[what]()
+        }
         with pytest.raises(UnsupportedTensorError):
-            promise.set_result(value)  # type: ignore[arg-type]
+            promise.set_result(values[what]())  # type: ignore[arg-type]
 
         assert not future.done()
         promise.set_result(coded(8, device=self.home))  # it is still unset
