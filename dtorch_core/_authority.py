@@ -24,9 +24,13 @@ class Ask:
     name: str
     asked_by: str
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"a backend is asked for by its name, a str, not by {self.name!r} ({self.asked_by})")
+
 
 _lock = threading.Lock()
-_overrides: list[dict[Kind, str]] = []
+_overrides: list[dict[Kind, Ask]] = []
 
 
 @contextmanager
@@ -37,10 +41,10 @@ def use_backend(
 
     A named backend that does not fit raises its own reason; it never falls through to another one.
 
-    :raises TypeError: if no backend is named.
+    :raises TypeError: if no backend is named, or one not by a str.
     """
     named: dict[Kind, str | None] = {"store": store, "group": group, "promise": promise}
-    override = {kind: name for kind, name in named.items() if name is not None}
+    override = {kind: Ask(name, "use_backend") for kind, name in named.items() if name is not None}
     if not override:
         raise TypeError("use_backend() names no backend; pass store=, group= or promise=")
 
@@ -56,18 +60,23 @@ def use_backend(
 
 
 def asked_for(kind: Kind, argument: str | None) -> Ask | None:
-    """The backend named for ``kind`` by the highest authority, or None."""
+    """The backend named for ``kind`` by the highest authority, or None.
+
+    :raises ValueError: if ``kind`` is not one of store, group and promise.
+    :raises TypeError: if it is not named by a str.
+    """
+    if kind not in VARIABLES:
+        raise ValueError(f"kind must be one of {', '.join(VARIABLES)}, not {kind!r}")
+
     if argument is not None:
         return Ask(argument, "argument")
 
     with _lock:
-        named = next((override[kind] for override in reversed(_overrides) if kind in override), None)
+        ask = next((override[kind] for override in reversed(_overrides) if kind in override), None)
 
-    if named is not None:
-        return Ask(named, "use_backend")
+    if ask is not None:
+        return ask
 
     variable = VARIABLES[kind]
-    if os.environ.get(variable):
-        return Ask(os.environ[variable], f"environment {variable}")
-
-    return None
+    name = os.environ.get(variable, "").strip()
+    return Ask(name, f"environment {variable}") if name else None

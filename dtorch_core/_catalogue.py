@@ -6,6 +6,7 @@ Only names and distributions are here. What a backend can do is said by its plug
 from __future__ import annotations
 
 from dtorch_core._reasons import Kind, Verdict
+from dtorch_core._text import canonical
 
 DISTRIBUTIONS: dict[Kind, dict[str, str]] = {
     "store": {"memory": "dtorch-memory-store"},
@@ -44,3 +45,12 @@ def absent(kind: Kind, present: set[str]) -> list[Verdict]:
         if name not in present
     ]
     return missing + reserved
+
+
+def names_of(distribution: str, kind: Kind) -> tuple[str, ...] | None:
+    """The backends of one kind that a first-party distribution brings; None for a distribution of somebody else."""
+    ours = {known for names in DISTRIBUTIONS.values() for known in names.values()}
+    if canonical(distribution) not in ours:
+        return None
+
+    return tuple(name for name, known in DISTRIBUTIONS[kind].items() if known == canonical(distribution))

@@ -1,4 +1,4 @@
-"""Finds plugins and loads each one alone, so that a broken one is listed with its root cause and stops nobody else.
+"""Loads each plugin alone, so that a broken one is listed with its root cause and stops nobody else.
 
 pluggy's own entry-point loader is not used: it imports everything in one go and the first error ends it.
 pluggy still checks each plugin: in a manager of its own, where half a registration can do no harm.
@@ -7,15 +7,16 @@ pluggy still checks each plugin: in a manager of its own, where half a registrat
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import pluggy
 
-from dtorch_core import hookspecs
+from dtorch_core import _catalogue, hookspecs
 from dtorch_core._reasons import CAPABILITIES, BackendSpec, Kind
-from dtorch_core._text import describe_error, did_you_mean
+from dtorch_core._text import canonical, describe_error, did_you_mean, one_line
 from dtorch_core.errors import PluginError, PluginVersionError
 
 REGISTRATION_HOOKS: dict[Kind, str] = {
@@ -28,15 +29,21 @@ DISABLE, LOAD, STRICT = "DTORCH_DISABLE_PLUGINS", "DTORCH_LOAD_PLUGINS", "DTORCH
 
 R = TypeVar("R")
 
+Call = Callable[[Mapping[str, Any]], Any]
+"""One implementation of a hook; takes the hook's arguments by name."""
+
 
 class Source(Protocol):
     """An entry point, or what a caller registers by hand."""
 
-    name: str
-    value: str
-    distribution: str
-    version: str
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> str: ...
+    @property
+    def distribution(self) -> str: ...
+    @property
+    def version(self) -> str: ...
     def load(self) -> object: ...
 
 
@@ -51,15 +58,26 @@ class Plugin:
     state: Literal["ok", "broken", "disabled"]
     why: str = ""
     error: BaseException | None = field(default=None, compare=False)
-    module: object = field(default=None, compare=False)
-    hooks: tuple[str, ...] = ()
+    calls: Mapping[str, tuple[Call, ...]] = field(default_factory=dict, compare=False)
+    """What it implements, by hook."""
     specs: Mapping[Kind, tuple[BackendSpec, ...]] = field(default_factory=dict)
     """What it offers; of a broken plugin, as far as that could be read."""
+    imports_torch: bool = False
+    """Loading it imported torch, which makes ``dtorch plugins`` slow, or fail where there is no torch."""
 
     def names(self, kind: Kind) -> tuple[str, ...]:
-        """The backends of one kind that this plugin stands for; its own name where they could not be read."""
-        names = tuple(spec.name for specs in self.specs.values() for spec in specs)
-        return tuple(spec.name for spec in self.specs.get(kind, ())) if names else (self.name,)
+        """The backends of one kind that this plugin stands for; where they could not be read, the catalogue's names
+        for its distribution, else its own."""
+        if any(self.specs.values()):
+            return tuple(spec.name for spec in self.specs.get(kind, ()))
+
+        known = _catalogue.names_of(self.distribution, kind)
+        return (self.name,) if known is None else known
+
+    @property
+    def label(self) -> str:
+        """Its distribution and version, as messages name it."""
+        return f"{self.distribution} {self.version}".strip()
 
     def to_dict(self) -> dict[str, Any]:
         """What a person wants to know of it, as JSON values."""
@@ -70,7 +88,7 @@ class Plugin:
             "module": self.value,
             "state": self.state,
             "why": self.why,
-            "hooks": list(self.hooks),
+            "hooks": list(self.calls),
             "backends": {
                 kind: [{"name": spec.name, "capabilities": sorted(spec.capabilities)} for spec in specs]
                 for kind, specs in self.specs.items()
@@ -89,26 +107,12 @@ def guarded(call: Callable[..., R], *args: object) -> tuple[R | None, BaseExcept
         return None, error
 
 
-def hook_calls(module: object, hook: str) -> list[Callable[[Mapping[str, Any]], Any]]:
-    """``module``'s implementations of one hook, each taking the hook's arguments by name."""
-    manager = _checked(module)
-    caller = getattr(manager.hook, hook)
-    return [
-        lambda arguments, impl=impl: impl.function(*(arguments[name] for name in impl.argnames))
-        for impl in reversed(caller.get_hookimpls())
-    ]
-
-
-def load(sources: Sequence[Source]) -> tuple[Plugin, ...]:
-    """Load every plugin that the environment allows.
-
-    :raises PluginError: in strict mode (``DTORCH_STRICT_PLUGINS=1``), if one of them is broken.
-    """
-    disabled = _names(DISABLE) or frozenset()
-    allowed = _names(LOAD)
+def load(sources: Iterable[Source]) -> tuple[Plugin, ...]:
+    """Load every plugin that the environment allows. Raises nothing for a broken one."""
+    disabled, allowed = _names(DISABLE) or frozenset(), _names(LOAD)
     plugins = []
     for source in sources:
-        names = {source.name, source.distribution}
+        names = {canonical(source.name), canonical(source.distribution)}
         if names & disabled:
             plugins.append(_plugin(source, "disabled", f"disabled by {DISABLE}"))
         elif allowed is not None and not names & allowed:
@@ -116,26 +120,26 @@ def load(sources: Sequence[Source]) -> tuple[Plugin, ...]:
         else:
             plugins.append(_load_one(source))
 
-    if os.environ.get(STRICT, "") not in ("", "0"):
-        for plugin in plugins:
-            if plugin.state == "broken":
-                raise strict_error(plugin) from plugin.error
-
     return tuple(plugins)
+
+
+def is_strict() -> bool:
+    """Whether a broken plugin is an error (``DTORCH_STRICT_PLUGINS=1``)."""
+    return os.environ.get(STRICT, "").strip() not in ("", "0")
 
 
 def strict_error(plugin: Plugin) -> PluginError:
     """The error of a broken plugin, for callers that must not go on without it."""
     kind = PluginVersionError if isinstance(plugin.error, PluginVersionError) else PluginError
     return kind(
-        f"plugin {plugin.name!r} of {plugin.distribution} {plugin.version} is broken: {plugin.why}\n"
-        f"Repair or uninstall {plugin.distribution}, or set {DISABLE}={plugin.name}."
+        f"plugin {plugin.name!r} of {plugin.label} is broken: {plugin.why}\n"
+        f"Repair or uninstall {plugin.distribution}, set {DISABLE}={plugin.name}, or unset {STRICT}."
     )
 
 
-def unknown_names(sources: Sequence[Source]) -> list[str]:
+def unknown_names(sources: Iterable[Source]) -> list[str]:
     """A sentence for each name in the environment's lists that no plugin has."""
-    known = {name for source in sources for name in (source.name, source.distribution)}
+    known = {canonical(name) for source in sources for name in (source.name, source.distribution)}
     return [
         f"{variable} names {name!r}, but no such plugin is installed (known: {', '.join(sorted(known)) or 'none'})."
         + did_you_mean(name, known)
@@ -149,7 +153,7 @@ def _names(variable: str) -> frozenset[str] | None:
     if value is None:
         return None
 
-    return frozenset(name.strip() for name in value.split(",") if name.strip())
+    return frozenset(canonical(name.strip()) for name in value.split(",") if name.strip())
 
 
 def _plugin(source: Source, state: Literal["ok", "broken", "disabled"], why: str = "", **more: Any) -> Plugin:  # noqa: ANN401
@@ -157,50 +161,84 @@ def _plugin(source: Source, state: Literal["ok", "broken", "disabled"], why: str
 
 
 def _load_one(source: Source) -> Plugin:
+    had_torch = "torch" in sys.modules
+    plugin = _loaded(source)
+    return replace(plugin, imports_torch=not had_torch and "torch" in sys.modules)
+
+
+def _loaded(source: Source) -> Plugin:
     module, error = guarded(source.load)
     if error is not None:
         return _plugin(source, "broken", describe_error(error), error=error)
 
-    manager, error = guarded(_checked, module)
-    if manager is None:
-        return _plugin(source, "broken", str(error), error=error)
+    calls, error = guarded(_hook_calls, module)
+    if calls is None or error is not None:
+        why = "can't be read" if error is None else one_line(str(error))
+        return _plugin(source, "broken", why, error=error)
 
-    hooks = tuple(caller.name for caller in manager.get_hookcallers(module) or ())
     specs: dict[Kind, tuple[BackendSpec, ...]] = {}
     for kind, hook in REGISTRATION_HOOKS.items():
-        found, error = guarded(_specs, module, hook)
+        found, error = guarded(_specs, calls.get(hook, ()))
         specs[kind] = found or ()
         if error is None:
             _, error = guarded(_check_specs, kind, specs[kind])
 
         if error is not None:
-            why = f"{hook}: {describe_error(error)}"
-            return _plugin(source, "broken", why, error=error, module=module, hooks=hooks, specs=specs)
+            return _plugin(
+                source, "broken", f"{hook}: {describe_error(error)}", error=error, calls=calls, specs=specs
+            )
 
-    return _plugin(source, "ok", module=module, hooks=hooks, specs=specs)
+    return _plugin(source, "ok", calls=calls, specs=specs)
 
 
-def _checked(module: object) -> pluggy.PluginManager:
-    """A manager that holds this one plugin, all of whose hooks are known and have the right arguments."""
+def _hook_calls(module: object) -> dict[str, tuple[Call, ...]]:
+    """``module``'s implementations, all of which are of known hooks and take the right arguments.
+
+    :raises PluginError: if one is not, if there is none, or if one is not marked as such.
+    """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(module)
-    manager.check_pending()
-    impls = [impl for caller in manager.get_hookcallers(module) or () for impl in caller.get_hookimpls()]
-    if not impls:
-        bare = [name for name in dir(module) if name.startswith("dtorch_") and hasattr(hookspecs, name)]
-        hint = f"; {', '.join(bare)} lacks the @hookimpl decorator" if bare else ""
-        raise PluginError(f"implements no hook{hint}")
+    calls: dict[str, tuple[Call, ...]] = {}
+    for caller in manager.get_hookcallers(module) or ():
+        impls = caller.get_hookimpls()
+        if not caller.has_spec():
+            if all(impl.optionalhook for impl in impls):
+                continue  # for a dtorch-core that knows more hooks than this one
 
-    if any(impl.hookwrapper or impl.wrapper for impl in impls):
-        raise PluginError("hook wrappers are not supported: every plugin's hooks are called alone")
+            known = [name for name in dir(hookspecs) if name.startswith(f"{hookspecs.PROJECT}_")]
+            raise PluginError(f"implements an unknown hook, {caller.name}.{did_you_mean(caller.name, known)}")
 
-    return manager
+        if any(impl.hookwrapper or impl.wrapper for impl in impls):
+            raise PluginError(f"{caller.name} is a hook wrapper, which has nothing to wrap: every hook is called alone")
+
+        calls[caller.name] = tuple(_by_name(impl) for impl in reversed(impls))
+
+    unmarked = [name for name in dir(module) if name not in calls and _is_unmarked(module, name)]
+    if unmarked:
+        raise PluginError(f"{', '.join(unmarked)} lacks the @hookimpl decorator")
+
+    if not calls:
+        raise PluginError("implements no hook; mark its functions with @hookimpl")
+
+    return calls
 
 
-def _specs(module: object, hook: str) -> tuple[BackendSpec, ...]:
+def _is_unmarked(module: object, name: str) -> bool:
+    if not name.startswith(f"{hookspecs.PROJECT}_") or not hasattr(hookspecs, name):
+        return False
+
+    function = getattr(module, name)
+    return callable(function) and not hasattr(function, f"{hookspecs.PROJECT}_spec")
+
+
+def _by_name(impl: pluggy.HookImpl) -> Call:
+    return lambda arguments: impl.function(*(arguments[name] for name in impl.argnames))
+
+
+def _specs(calls: Sequence[Call]) -> tuple[BackendSpec, ...]:
     specs: list[BackendSpec] = []
-    for call in hook_calls(module, hook):
+    for call in calls:
         result = call({})
         if isinstance(result, (str, bytes)) or not isinstance(result, Iterable):
             raise PluginError(f"must return BackendSpecs in a list, not {type(result).__name__}")

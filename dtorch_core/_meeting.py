@@ -1,8 +1,9 @@
-"""One opening's ranks exchange texts, round by round, over a c10d Store.
+"""One opening's ranks exchange texts, step by step, over a c10d Store.
 
-Each round ends in one verdict, written once by compare-and-set: "ok" by the last rank to arrive, or the reason why
-it failed, by a rank that gave up. So every rank sees the same end, and nobody waits for a rank that has left.
-Nothing that arrives is unpickled: the texts are JSON.
+Each step ends in one verdict, written once by compare-and-set: "ok" by the last rank to arrive, or why it failed, by
+a rank that gave up. So every rank sees the same end, and nobody waits for a rank that has left. A rank that raises
+between two steps ends those to come, and the openings nested in this one. Nothing that arrives is unpickled: the
+texts are JSON.
 """
 
 from __future__ import annotations
@@ -10,67 +11,125 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from dtorch_core import _scope
-from dtorch_core._text import rank_list, seconds
-from dtorch_core.errors import AbortedError, PeerLostError, ProtocolError, StoreTimeoutError
+from dtorch_core._rendezvous import LONGEST, own_line
+from dtorch_core._text import describe_error, rank_list, seconds
+from dtorch_core.errors import AbortedError, DtorchError, PeerLostError, ProtocolError, StoreTimeoutError
 
 OK = "ok"
 
+STEPS = {"members": "had not come", "choice": "had not chosen a backend", "ready": "had not built its handle"}
+"""The steps of an opening, and what is said of a rank that is late for each."""
+
+ERRORS: dict[str, type[DtorchError]] = {
+    error.__name__: error for error in (AbortedError, ProtocolError, StoreTimeoutError)
+}
+"""What a rank that gave up may make its peers raise."""
+
 
 class Meeting:
-    """The ranks that open one name together."""
+    """The ranks that open one name together; a context manager around the steps.
+
+    :param label: how messages call the opening.
+    :param path: tells apart what meets over one carrier: a kind and a name.
+    :param timeout: seconds for the whole opening.
+    :param started: when it began, on ``time.monotonic()``'s clock.
+    :param parent: the opening that this one is a part of; it is given up with it.
+    """
 
     def __init__(
-        self, store: dist.Store, label: str, path: str, rank: int, world_size: int, timeout: float
+        self,
+        carrier: dist.Store,
+        label: str,
+        path: str,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        started: float,
+        parent: Meeting | None = None,
     ) -> None:
-        self._root = dist.PrefixStore(f"dtorch/{path}/", store)
+        self._root = _root(path, carrier)
         self._label = label
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
+        self._deadline = started + min(timeout, LONGEST)
         self._lock = threading.Lock()
         self._reason: str | None = None
-        self._pending: str | None = None
-        self.store = self._join()
-        """The store under this opening's own prefix: an opening never sees the keys of another one."""
+        self._over = False
+        with self._reaching():
+            self._number, self.store = self._join()
+            """The store under this opening's own prefix: an opening never sees the keys of another one."""
+            # A client of a TCPStore serves one call at a time: all others would wait until this rank's wait is over.
+            self._line = own_line(self.store)
+            if parent is not None and not parent._over:
+                parent._adopt(path, self._number)
+
+    def __enter__(self) -> Self:
+        scope = _scope.current()
+        if scope is not None:
+            scope.add(self)
+
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with self._lock:  # an abort comes before, or finds nothing to end
+            self._over = True
+
+        self._line = self.store
+        try:
+            if error is None:
+                self._clean()
+            else:
+                self._end_all(AbortedError, f"rank {self._rank} failed: {describe_error(error)}")
+        except RuntimeError:
+            pass  # the rendezvous is gone: nobody is left to tell
 
     def exchange(self, step: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
         """Give every rank this rank's payload; return all of them in rank order.
 
         :raises StoreTimeoutError: if a rank has not come in time; the message names it.
-        :raises AbortedError: if this rank's run was ended meanwhile.
+        :raises AbortedError: if another rank failed, or this rank's run was ended.
+        :raises PeerLostError: if the rendezvous is gone.
         """
-        self.store.set(f"{step}/{self._rank}", json.dumps(payload))
-        if self.store.add(f"{step}/arrived", 1) == self._world_size:
-            self._end(step, OK)
+        with self._reaching():
+            self.store.set(f"{step}/{self._rank}", json.dumps(payload))
+            if self.store.add(f"{step}/arrived", 1) == self._world_size:
+                self._end(step, OK)
 
-        verdict = self._await(step)
-        if verdict != OK:
-            if self._reason is not None:
-                raise AbortedError(f"{self._label}: {self._reason}")
+            verdict = self._await(step)
+            if verdict == OK:
+                return [json.loads(self.store.get(f"{step}/{rank}")) for rank in range(self._world_size)]
 
-            raise StoreTimeoutError(f"{self._label}, rank {self._rank}: {verdict}")
+        if self._reason is not None:
+            raise AbortedError(f"{self._label}: {self._reason}")
 
-        return [json.loads(self.store.get(f"{step}/{rank}")) for rank in range(self._world_size)]
+        name, _, text = verdict.partition(": ")
+        raise ERRORS.get(name, DtorchError)(f"{self._label}, rank {self._rank}: {text}")
 
     def abort(self, reason: str, *, died: bool = False) -> None:
-        """Wake this meeting's waits on every rank."""
+        """Wake this meeting's waits on every rank, and those of what is nested in it."""
         with self._lock:
             self._reason = self._reason or reason
-            step = self._pending
+            if self._over:
+                return
 
-        if step is not None:
-            self._end(step, f"given up: {reason}")
+            try:
+                self._end_all(AbortedError, reason)
+            except RuntimeError:
+                pass  # the rendezvous is gone, which ends every wait as well
 
-    def _join(self) -> dist.Store:
-        """Find the opening to take part in: the first in which this rank has not been, and that has not failed."""
-        number = int(self._root.get("openings")) if self._root.check(["openings"]) else 0
+    def _join(self) -> tuple[int, dist.Store]:
+        """Find the opening to take part in: the first in which this rank has not been, and that has not ended."""
+        # Counts the openings whose first step has ended. May lag behind, which costs a look at each one in between.
+        number = self._root.add("openings", 0)
         while True:
             store = dist.PrefixStore(f"{number}/", self._root)
             if not store.check(["members/verdict"]):
@@ -79,60 +138,111 @@ class Meeting:
 
                 if not store.check(["members/verdict"]):
                     raise ProtocolError(
-                        f"{self._label}: two callers say that they are rank {self._rank}; each rank opens a name once"
+                        f"{self._label}: two callers say that they are rank {self._rank}; each rank opens a name once "
+                        f"(or a run that was killed has left its rendezvous behind: use a fresh one)"
                     )
 
             number += 1
 
-        self._number = number
         size = store.compare_set("world_size", "", str(self._world_size)).decode()
         if size != str(self._world_size):
-            self.store = store
-            self._end("members", f"rank {self._rank} says that there are {self._world_size} ranks, others say {size}")
-            raise ProtocolError(
-                f"{self._label}: rank {self._rank} says world_size={self._world_size}, the ranks before it {size}"
-            )
+            text = f"rank {self._rank} says that there are {self._world_size} ranks, others say {size}"
+            _end(self._root, number, "members", f"{ProtocolError.__name__}: {text}")
+            raise ProtocolError(f"{self._label}: {text}")
 
-        return store
+        return number, store
+
+    def _adopt(self, path: str, number: int) -> None:
+        """Remember a nested opening, so that it is given up with this one."""
+        index = self.store.add("nested/count", 1)
+        self.store.set(f"nested/{index}", json.dumps([path, number]))
+        if self.store.check(["failed"]):  # perhaps before that was set: then nobody else ends the nested one
+            _end_all(_root(path, self.store), number, self.store.get("failed").decode())
+
+    def _end_all(self, error: type[DtorchError], text: str) -> None:
+        _end_all(self._root, self._number, f"{error.__name__}: {text}")
 
     def _end(self, step: str, verdict: str) -> str:
-        """Write the round's verdict unless it has one; return the one that holds."""
-        held = self.store.compare_set(f"{step}/verdict", "", verdict).decode()
-        if held == verdict and step == "members":
-            # A hint: later openings start their search here. One that lags behind is as right, only slower.
-            self._root.set("openings", str(self._number + 1))
-
-        return held
+        return _end(self._root, self._number, step, verdict)
 
     def _await(self, step: str) -> str:
         key = f"{step}/verdict"
-        with self._lock:
-            self._pending = step
-            reason = self._reason
-
-        if reason is not None:
-            return self._end(step, f"given up: {reason}")
-
-        scope = _scope.current()
-        if scope is not None:
-            scope.add(self)
-
         left = max(self._deadline - time.monotonic(), 0.001)
         try:
-            self.store.wait([key], timedelta(seconds=left))
-        except dist.DistError as error:
+            self._line.wait([key], timedelta(seconds=left))
+        except RuntimeError as error:  # a DistError, except for a FileStore's timeout
             if time.monotonic() < self._deadline - 0.05:
-                raise PeerLostError(
-                    f"{self._label}, rank {self._rank}: the rendezvous is gone ({error}); has rank 0's process ended?"
-                ) from error
+                raise self._lost(error) from error
 
-            return self._end(step, self._too_late(step))
+            missing = [rank for rank in range(self._world_size) if not self.store.check([f"{step}/{rank}"])]
+            return self._end(step, self._too_late(step, missing) if missing else OK)
 
         return self.store.get(key).decode()
 
-    def _too_late(self, step: str) -> str:
-        missing = [rank for rank in range(self._world_size) if not self.store.check([f"{step}/{rank}"])]
-        return (
-            f"rank {self._rank} gave up after {seconds(self._timeout)}: {rank_list(missing)} had not come. "
-            f"Start every rank, with the same name and world_size, or pass a longer timeout"
+    def _too_late(self, step: str, missing: list[int]) -> str:
+        text = (
+            f"{StoreTimeoutError.__name__}: rank {self._rank} gave up after {seconds(self._timeout)}: "
+            f"{rank_list(missing)} {STEPS[step]}."
         )
+        if step == "members":
+            text += " Start every rank, with the same name and world_size, or pass a longer timeout"
+
+        return text
+
+    def _clean(self) -> None:
+        """Remove what this opening wrote; done by the last rank that has read all of it."""
+        if self.store.add("done", 1) < self._world_size:
+            return
+
+        if self._root.add("openings", 0) <= self._number:
+            return  # a rank that opens the name next would take this opening for one that has not begun
+
+        nested = self.store.add("nested/count", 0)
+        keys = ["done", "world_size", "counted", "nested/count"]
+        keys += [f"nested/{index}" for index in range(1, nested + 1)]
+        keys += [f"here/{rank}" for rank in range(self._world_size)]
+        for step in STEPS:
+            keys += [f"{step}/{what}" for what in (*range(self._world_size), "arrived", "verdict")]
+
+        for key in keys:
+            self.store.delete_key(key)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> PeerLostError:
+        return PeerLostError(
+            f"{self._label}, rank {self._rank}: the rendezvous is gone ({str(error).splitlines()[0]}); has rank 0's "
+            f"process ended?"
+        )
+
+
+def _root(path: str, carrier: dist.Store) -> dist.Store:
+    return dist.PrefixStore(f"dtorch/{path}/", carrier)
+
+
+def _end(root: dist.Store, number: int, step: str, verdict: str) -> str:
+    """Write a step's verdict unless it has one; return the one that holds."""
+    opening = dist.PrefixStore(f"{number}/", root)
+    held = opening.compare_set(f"{step}/verdict", "", verdict).decode()
+    if step == "members" and opening.add("counted", 1) == 1:
+        root.add("openings", 1)
+
+    return held
+
+
+def _end_all(root: dist.Store, number: int, verdict: str) -> None:
+    """End what is left of an opening, and of those nested in it."""
+    opening = dist.PrefixStore(f"{number}/", root)
+    opening.compare_set("failed", "", verdict)
+    for step in STEPS:
+        _end(root, number, step, verdict)
+
+    for index in range(1, opening.add("nested/count", 0) + 1):
+        if opening.check([f"nested/{index}"]):
+            path, nested = json.loads(opening.get(f"nested/{index}"))
+            _end_all(_root(path, opening), nested, verdict)

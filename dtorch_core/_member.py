@@ -49,10 +49,14 @@ def normal_device(device: str | torch.device | None) -> str:
 
 def describe(rank: int, device: str) -> Member:
     """This thread as rank ``rank`` on ``device``, with the facts that the plugins add."""
+    known = registry()
     member = Member(rank, host(), os.getpid(), threading.get_ident(), device, _uuid(device))
     facts: dict[str, str] = {}
-    for _, found in registry().call("dtorch_describe_member", {"member": member}, _checked_facts):
-        facts.update(found)
+    for plugin, found in known.call("dtorch_describe_member", {"member": member}, _checked_facts):
+        for taken in sorted(found.keys() & facts.keys()):
+            known.report(f"dtorch_describe_member of {plugin.label}: the fact {taken!r} is another plugin's; ignored")
+
+        facts = {**found, **facts}
 
     return replace(member, facts=facts) if facts else member
 
@@ -93,8 +97,8 @@ def _uuid(device: str) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _checked_facts(facts: object) -> Mapping[str, str]:
+def _checked_facts(facts: object) -> dict[str, str]:
     if not isinstance(facts, Mapping) or not all(isinstance(x, str) for pair in facts.items() for x in pair):
         raise TypeError(f"must return a mapping of strings to strings, not {facts!r}")
 
-    return facts
+    return dict(facts)

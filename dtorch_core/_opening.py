@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from dtorch_core import _member, _scope
 from dtorch_core._context import BackendContext
+from dtorch_core._discovery import guarded
 from dtorch_core._meeting import Meeting
 from dtorch_core._reasons import BackendSpec, Kind, Selection
-from dtorch_core._rendezvous import connect
-from dtorch_core._selector import select, spec_of
-from dtorch_core._text import describe_error, rank_list
+from dtorch_core._rendezvous import connect, own_line
+from dtorch_core._selector import announce, choose, spec_of
+from dtorch_core._text import describe_error
 from dtorch_core._topology import Member, Topology
-from dtorch_core.errors import DtorchError, NoBackendError, PluginError
+from dtorch_core.errors import NoBackendError, PluginError, ProtocolError
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +34,30 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
+Wrap = Callable[[Any, BackendContext], Closable]
+"""Checks what a factory returned, and gives the handle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one rank asks for."""
+
+    kind: Kind
+    name: str
+    wrap: Wrap
+    rank: int
+    world_size: int
+    device: str | torch.device | None
+    backend: str | None
+    timeout: float
+    label: str = ""
+    """How messages call it."""
+
+
 def open_backend(
     kind: Kind,
     name: str,
-    wrap: Callable[[Any, BackendContext], Closable],
+    wrap: Wrap,
     *,
     rank: int,
     world_size: int,
@@ -44,61 +68,68 @@ def open_backend(
 ) -> Any:  # noqa: ANN401 - whatever ``wrap`` gives
     """Meet the other ranks, choose a backend with them, and build this rank's handle.
 
-    ``wrap`` checks what the factory returned and gives the handle. Raises on every rank if it raises on one.
+    Raises on every rank if it raises on one.
     """
-    _check(kind, name, rank, world_size, timeout)
-    own_device = _member.normal_device(device)
+    request = Request(kind, name, wrap, rank, world_size, device, backend, timeout)
+    _check(request)
+    started = time.monotonic()
     carrier, place = connect(rendezvous, rank, world_size, timeout)
     label = f"open_{kind}({name!r}) at {place}"
-    meeting = Meeting(carrier, label, f"{kind}/{name}", rank, world_size, timeout)
+    meeting = Meeting(carrier, label, f"{kind}/{name}", rank, world_size, timeout, started)
+    return _open(replace(request, label=label), meeting)
 
-    described = meeting.exchange("members", _member.describe(rank, own_device).to_dict())
-    topology = Topology(Member.from_dict(fields) for fields in described)
 
-    selection = _agree(meeting, label, kind, topology, backend)
-
-    def open_store(store_name: str) -> TensorStore:
-        from dtorch_core.store import open_store
-
-        return open_store(
-            f"{name}/{store_name}",
-            rank=rank,
-            world_size=world_size,
-            device=own_device,
-            rendezvous=dist.PrefixStore("stores/", meeting.store),
-            timeout=timeout,
+def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever ``wrap`` gives
+    # What raises in here on one rank ends the meeting's steps on all of them.
+    with meeting:
+        device = _member.normal_device(request.device)
+        topology = _meet(request, meeting, device)
+        selection = _agree(request, meeting, topology)
+        context = BackendContext(
+            kind=request.kind,
+            name=request.name,
+            rank=request.rank,
+            world_size=request.world_size,
+            device=device,
+            topology=topology,
+            rendezvous=dist.PrefixStore("backend/", own_line(meeting.store)),
+            timeout=request.timeout,
+            selection=selection,
+            _open_store=lambda name: _open_nested(request, meeting, name),
         )
-
-    context = BackendContext(
-        kind=kind,
-        name=name,
-        rank=rank,
-        world_size=world_size,
-        device=own_device,
-        topology=topology,
-        rendezvous=dist.PrefixStore("backend/", meeting.store),
-        timeout=timeout,
-        selection=selection,
-        _open_store=open_store,
-    )
-    handle, error = _built(spec_of(selection), context, wrap)
-    failures = _failures(meeting.exchange("ready", {"error": describe_error(error) if error else ""}))
-    if error is not None:
-        raise error
-
-    assert handle is not None
-    if failures:
-        handle.close()
-        raise DtorchError(
-            f"{label}: {rank_list(failures)} could not build the backend {selection.chosen!r}: "
-            + "; ".join(f"rank {failed}: {why}" for failed, why in failures.items())
-        )
+        handle = _built(spec_of(selection), context, request.wrap)
+        try:
+            meeting.exchange("ready", {})
+        except BaseException:
+            guarded(handle.close)
+            raise
 
     scope = _scope.current()
-    if scope is not None and isinstance(getattr(handle, "abort", None), Callable):  # type: ignore[arg-type]
+    if scope is not None and callable(getattr(handle, "abort", None)):
         scope.add(handle)  # type: ignore[arg-type]
 
     return handle
+
+
+def _open_nested(outer: Request, meeting: Meeting, name: str) -> TensorStore:
+    """A store over the same ranks, which is given up with the opening that it is for."""
+    from dtorch_core.store import _checked_store
+
+    full = f"{outer.name}/{name}"
+    label = f"open_store({full!r}) inside {outer.label}"
+    nested = Meeting(
+        own_line(meeting.store),
+        label,
+        f"store/{name}",
+        outer.rank,
+        outer.world_size,
+        outer.timeout,
+        time.monotonic(),
+        parent=meeting,
+    )
+    request = replace(outer, kind="store", name=full, wrap=_checked_store, backend=None, label=label)
+    store: TensorStore = _open(request, nested)
+    return store
 
 
 def load_factory(spec: BackendSpec) -> Callable[[BackendContext], Any]:
@@ -112,7 +143,9 @@ def load_factory(spec: BackendSpec) -> Callable[[BackendContext], Any]:
         for part in attribute.split("."):
             factory = getattr(factory, part)
     except (ImportError, AttributeError) as error:
-        raise PluginError(f"backend {spec.name!r}: its factory {spec.factory} can't be imported: {describe_error(error)}") from error
+        raise PluginError(
+            f"backend {spec.name!r}: its factory {spec.factory} can't be imported: {describe_error(error)}"
+        ) from error
 
     if not callable(factory):
         raise PluginError(f"backend {spec.name!r}: its factory {spec.factory} is not callable")
@@ -120,62 +153,60 @@ def load_factory(spec: BackendSpec) -> Callable[[BackendContext], Any]:
     return factory
 
 
-def _check(kind: Kind, name: str, rank: int, world_size: int, timeout: float) -> None:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"open_{kind}: name must be a non-empty string, not {name!r}")
+def _check(request: Request) -> None:
+    rank, world_size, timeout = request.rank, request.world_size, request.timeout
+    call = f"open_{request.kind}({request.name!r})"
+    if not isinstance(request.name, str) or not request.name:
+        raise ValueError(f"{call}: name must be a non-empty string")
 
     for field, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"open_{kind}({name!r}): {field} must be an int, not {value!r}")
+            raise TypeError(f"{call}: {field} must be an int, not {value!r}")
 
     if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"open_{kind}({name!r}): rank {rank} is not one of {world_size} ranks (0 to {world_size - 1})")
+        raise ValueError(f"{call}: rank {rank} is not one of {world_size} ranks (0 to {world_size - 1})")
 
-    if not timeout > 0:
-        raise ValueError(f"open_{kind}({name!r}): timeout must be a positive number of seconds, not {timeout!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise ValueError(f"{call}: timeout must be a positive number of seconds, not {timeout!r}")
 
 
-def _agree(meeting: Meeting, label: str, kind: Kind, topology: Topology, backend: str | None) -> Selection:
-    """Choose on every rank alike, or raise on every rank."""
-    selection, error = None, None
+def _meet(request: Request, meeting: Meeting, device: str) -> Topology:
+    described = meeting.exchange("members", _member.describe(request.rank, device).to_dict())
     try:
-        selection = select(kind, topology, backend=backend)
-    except DtorchError as refusal:
-        error = refusal
+        return Topology(Member.from_dict(fields) for fields in described)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(
+            f"{request.label}: a rank describes itself in a way that this dtorch-core can't read ({error}); "
+            f"install the same version for every rank"
+        ) from error
 
-    mine = {
-        "chosen": selection.chosen if selection else None,
-        "asked_by": selection.asked_by if selection else "",
-        "error": f"{type(error).__name__}: {error}" if error else "",
-    }
-    choices = meeting.exchange("choice", mine)
+
+def _agree(request: Request, meeting: Meeting, topology: Topology) -> Selection:
+    """Choose on every rank alike, or raise on every rank."""
+    selection, error = choose(request.kind, topology, backend=request.backend)
+    said = f"{selection.chosen} (decided by {selection.asked_by})" if error is None else str(error)
+    choices = meeting.exchange("choice", {"chosen": selection.chosen, "said": said})
+    if len({choice["chosen"] for choice in choices}) > 1:
+        lines = [f"  rank {rank}: {choice['said']}" for rank, choice in enumerate(choices)]
+        disagreement = (
+            f"{request.label}: the ranks do not agree on a {request.kind} backend:\n"
+            + "\n".join(lines)
+            + "\nGive every rank the same backend= argument, environment and plugins (compare: dtorch plugins)."
+        )
+        # A rank that could not choose keeps the class of its own error.
+        raise (NoBackendError if error is None else type(error))(disagreement) from error
+
     if error is not None:
         raise error
 
-    if len({choice["chosen"] for choice in choices}) == 1:
-        assert selection is not None
-        return selection
-
-    lines = [
-        f"  rank {rank}: {choice['chosen'] + ' (' + choice['asked_by'] + ')' if choice['chosen'] else choice['error']}"
-        for rank, choice in enumerate(choices)
-    ]
-    raise NoBackendError(
-        f"{label}: the ranks do not agree on a {kind} backend:\n"
-        + "\n".join(lines)
-        + f"\nGive every rank the same backend= argument, environment and plugins (compare: dtorch plugins)."
-    )
+    announce(selection)
+    return selection
 
 
-def _built(
-    spec: BackendSpec, context: BackendContext, wrap: Callable[[Any, BackendContext], Closable]
-) -> tuple[Closable | None, Exception | None]:
-    # Any error has to reach the other ranks before it is raised here: they would wait for this rank otherwise.
+def _built(spec: BackendSpec, context: BackendContext, wrap: Wrap) -> Closable:
     try:
-        return wrap(load_factory(spec)(context), context), None
-    except Exception as error:
-        return None, error
-
-
-def _failures(ready: list[dict[str, Any]]) -> dict[int, str]:
-    return {rank: answer["error"] for rank, answer in enumerate(ready) if answer["error"]}
+        return wrap(load_factory(spec)(context), context)
+    except SystemExit as error:
+        raise PluginError(
+            f"backend {spec.name!r}: its factory {spec.factory} called sys.exit({error.code!r})"
+        ) from error

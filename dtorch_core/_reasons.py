@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from dtorch_core._text import one_line
 from dtorch_core._topology import Topology
 
 Kind = Literal["store", "group", "promise"]
@@ -35,12 +36,12 @@ class Support:
         if not isinstance(self.why, str) or not self.why.strip():
             raise ValueError("Support needs a reason: say why this backend does, or does not, fit")
 
+        if isinstance(self.score, bool) or not isinstance(self.score, int):
+            raise TypeError(f"Support.yes(score, why) takes an int score, not {self.score!r}")
+
     @classmethod
     def yes(cls, score: int, why: str) -> Support:
         """The backend fits. The highest score wins; ties go by name."""
-        if isinstance(score, bool) or not isinstance(score, int):
-            raise TypeError(f"Support.yes(score, why) takes an int score, not {score!r}")
-
         return cls(True, score, why)
 
     @classmethod
@@ -115,7 +116,8 @@ class Selection:
     chosen: str | None
     """The backend's name, or None where none fits."""
     asked_by: str
-    """What decided: ``"argument"``, ``"use_backend"``, ``"environment DTORCH_..."``, ``"policy of ..."``, ``"score"``."""
+    """What decided: ``"argument"``, ``"use_backend"``, ``"environment DTORCH_..."``, ``"policy of ..."`` or
+    ``"score"``."""
     verdicts: tuple[Verdict, ...]
     """Best first; every backend is here, also those that were refused, are broken or are not installed."""
 
@@ -140,12 +142,8 @@ class Selection:
         }
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.kind} for {self.topology.summary()}: {self.chosen or 'no backend fits'} (decided by {self.asked_by})",
-                *table(self.verdicts, self.chosen),
-            ]
-        )
+        head = f"{self.kind} for {self.topology.summary()}: {self.chosen or 'no backend fits'}"
+        return "\n".join([f"{head} (decided by {self.asked_by})", *table(self.verdicts, self.chosen)])
 
 
 def table(verdicts: tuple[Verdict, ...], chosen: str | None = None) -> list[str]:
@@ -157,7 +155,7 @@ def table(verdicts: tuple[Verdict, ...], chosen: str | None = None) -> list[str]
             verdict.state,
             str(verdict.score) if verdict.state == "yes" else "-",
             f"{verdict.distribution} {verdict.version}".strip() or "-",
-            verdict.why,
+            one_line(verdict.why),
         )
         for verdict in verdicts
     ]

@@ -6,19 +6,25 @@ finish publishes. (A lock held across an import deadlocks against Python's impor
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar, cast
 
-from dtorch_core import _discovery
-from dtorch_core._discovery import Plugin, Source
+from dtorch_core import _discovery, _metadata
+from dtorch_core._discovery import Call, Plugin, Source, guarded
 from dtorch_core._reasons import KINDS, BackendSpec, Kind
 from dtorch_core._text import describe_error
-from dtorch_core.hookspecs import PROJECT
+from dtorch_core.errors import PluginError
 
 log = logging.getLogger("dtorch")
+
+MOST_PROBLEMS = 100
+"""How many problems a registry keeps: a hook whose message differs each time must not fill the memory."""
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class Registry:
 
     plugins: tuple[Plugin, ...]
     problems: list[str] = field(default_factory=list)
-    """Errors that hooks raised while in use, and names in the environment that no plugin has."""
+    """Errors that hooks raised while in use, names in the environment that no plugin has, damaged metadata."""
 
     def offers(self, kind: Kind) -> dict[str, tuple[Offer, ...]]:
         """Backends of one kind by name. A name with more than one offer is in conflict."""
@@ -56,8 +62,8 @@ class Registry:
         for kind in KINDS:
             for name, offers in self.offers(kind).items():
                 for offer in offers if len(offers) > 1 else ():
-                    others = [other.plugin.distribution for other in offers if other is not offer]
-                    reason = f"its {kind} backend {name!r} is also offered by {' and '.join(others)}; neither is used"
+                    others = " and ".join(other.plugin.label for other in offers if other is not offer)
+                    reason = f"its {kind} backend {name!r} is also offered by {others}; neither is used"
                     why.setdefault(id(offer.plugin), []).append(reason)
 
         return tuple(
@@ -66,39 +72,25 @@ class Registry:
         )
 
     def call(
-        self, hook: str, arguments: Mapping[str, Any], check: Callable[[Any], Any]
-    ) -> list[tuple[Plugin, Any]]:
-        """Call a hook of every plugin; ``check`` sees each result and may raise. Errors are reported, not raised."""
-        results = []
+        self, hook: str, arguments: Mapping[str, object], check: Callable[[object], R]
+    ) -> Iterator[tuple[Plugin, R]]:
+        """Call a hook of one plugin after the other, as far as the caller iterates.
+
+        ``check`` sees each result, may raise, and says what is given on. Errors are reported, not raised.
+        """
         for plugin in self.plugins:
-            if plugin.state != "ok" or hook not in plugin.hooks:
-                continue
-
-            for implementation in _discovery.hook_calls(plugin.module, hook):
-                result, error = _discovery.guarded(lambda call=implementation: check(call(arguments)))
+            for implementation in plugin.calls.get(hook, ()) if plugin.state == "ok" else ():
+                result, error = guarded(_call_and_check, implementation, arguments, check)
                 if error is None:
-                    results.append((plugin, result))
+                    yield plugin, cast(R, result)
                 else:
-                    self.report(f"{hook} of {plugin.distribution}: {describe_error(error)}")
-
-        return results
+                    self.report(f"{hook} of {plugin.label}: {describe_error(error)}")
 
     def report(self, problem: str) -> None:
         """Keep a problem for ``dtorch doctor`` and log it, once."""
-        if problem not in self.problems:
+        if problem not in self.problems and len(self.problems) < MOST_PROBLEMS:
             self.problems.append(problem)
             log.error("%s", problem)
-
-
-@dataclass(frozen=True, slots=True)
-class EntryPointSource:
-    """A plugin found through its distribution's entry point."""
-
-    name: str
-    value: str
-    distribution: str
-    version: str
-    load: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,43 +109,44 @@ class ManualSource:
 
 _lock = threading.Lock()
 _current: Registry | None = None
+_current_ticket = -1
+_tickets = itertools.count()
 _manual: dict[str, ManualSource] = {}
+_local = threading.local()
 
 
 def registry() -> Registry:
-    """The current snapshot, made at first use."""
-    with _lock:
-        current = _current
-
-    return current if current is not None else refresh(keep=True)
-
-
-def refresh(*, keep: bool = False) -> Registry:
-    """Look for plugins anew, after an install or a change of the environment. ``keep`` yields to a faster thread.
+    """The current snapshot, made at first use.
 
     :raises PluginError: in strict mode, if a plugin is broken.
     """
-    global _current
     with _lock:
-        manual: Sequence[Source] = tuple(_manual.values())
+        current = _current
 
-    sources: list[Source] = [*_installed(), *manual]
-    made = Registry(_discovery.load(sources))
-    for problem in _discovery.unknown_names(sources):
-        made.report(problem)
+    return current if current is not None else _publish(keep=True)
 
+
+def refresh() -> Registry:
+    """Look for plugins anew, after an install or a change of the environment.
+
+    :raises PluginError: in strict mode (``DTORCH_STRICT_PLUGINS=1``), if a plugin is broken.
+    """
+    return _publish(keep=False)
+
+
+def inspect() -> Registry:
+    """A snapshot for people to read, of its own: made in strict mode, too, where the others raise."""
     with _lock:
-        if keep and _current is not None:
-            return _current
+        by_hand = tuple(_manual.values())
 
-        _current = made
-        return made
+    return _made(by_hand)
 
 
 def register(plugin: object, *, name: str, distribution: str = "registered by hand", version: str = "") -> None:
-    """Add a plugin without an entry point: for frozen applications, and for tests.
+    """Add a plugin without an entry point: for frozen applications, and for tests. It comes before installed ones.
 
     :raises ValueError: if ``name`` is registered already.
+    :raises PluginError: in strict mode, if a plugin is broken; nothing is registered then.
     """
     value = getattr(plugin, "__name__", type(plugin).__name__)
     with _lock:
@@ -162,7 +155,13 @@ def register(plugin: object, *, name: str, distribution: str = "registered by ha
 
         _manual[name] = ManualSource(name, value, distribution, version, plugin)
 
-    refresh()
+    try:
+        refresh()
+    except PluginError:
+        with _lock:
+            _manual.pop(name, None)
+
+        raise
 
 
 def unregister(name: str) -> None:
@@ -177,15 +176,48 @@ def unregister(name: str) -> None:
     refresh()
 
 
-def _installed() -> list[EntryPointSource]:
-    import importlib_metadata  # costs 20 ms: not at import
+def _publish(*, keep: bool) -> Registry:
+    """Make a snapshot current, unless another thread has published one meanwhile that began later.
 
-    found: dict[tuple[str, str, str], EntryPointSource] = {}
-    for point in importlib_metadata.entry_points(group=PROJECT):
-        distribution = point.dist.name if point.dist is not None else "unknown distribution"
-        version = point.dist.version if point.dist is not None else ""
-        source = EntryPointSource(point.name, point.value, distribution, version, point.load)
-        # One distribution seen twice (lib and lib64, an editable and its stale metadata) is one plugin.
-        found.setdefault((distribution.lower().replace("_", "-"), point.name, point.value), source)
+    :param keep: one that began earlier is as good.
+    """
+    global _current, _current_ticket
+    with _lock:
+        ticket, by_hand = next(_tickets), tuple(_manual.values())
 
-    return sorted(found.values(), key=lambda source: (source.name, source.distribution))
+    made = _made(by_hand)
+    if _discovery.is_strict():
+        for plugin in made.listing():
+            if plugin.state == "broken":
+                raise _discovery.strict_error(plugin) from plugin.error
+
+    with _lock:
+        if _current is None or (ticket > _current_ticket and not keep):
+            _current, _current_ticket = made, ticket
+
+        return _current
+
+
+def _made(by_hand: tuple[ManualSource, ...]) -> Registry:
+    if getattr(_local, "loading", False):
+        raise PluginError(
+            "a plugin asked for the plugins while they are loaded; open and select nothing at import or in a "
+            "registration hook"
+        )
+
+    _local.loading = True
+    try:
+        installed, damaged = _metadata.entry_points()
+        sources: list[Source] = [*by_hand, *installed]
+        made = Registry(_discovery.load(sources))
+    finally:
+        _local.loading = False
+
+    for problem in [*damaged, *_discovery.unknown_names(sources)]:
+        made.report(problem)
+
+    return made
+
+
+def _call_and_check(implementation: Call, arguments: Mapping[str, object], check: Callable[[object], R]) -> R:
+    return check(implementation(arguments))

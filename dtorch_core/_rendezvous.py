@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 from datetime import timedelta
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import torch.distributed as dist
 
 from dtorch_core import _scope
+from dtorch_core._text import seconds
 from dtorch_core.errors import DtorchError, StoreTimeoutError
+
+LONGEST = 1e8
+"""Seconds: more than three years, and what the clocks of c10d can still count."""
+
+RETRY = 0.05
+"""Seconds between two tries to reach a server that is not up yet."""
 
 _lock = threading.Lock()
 _in_process = dist.HashStore()
-_connected: dict[tuple[str, int], dist.Store] = {}
+_kept: dict[str, dist.Store] = {}
+"""What has to last until the process ends: the server of a ``tcp://`` URL, which peers may still read from when rank 0
+has closed what it opened; and one FileStore for each file, since the last one to go removes the file."""
 
 
 def connect(
     rendezvous: dist.Store | str | None, rank: int, world_size: int, timeout: float
 ) -> tuple[dist.Store, str]:
-    """The store that carries an opening's exchange, and how messages call it.
+    """A store that carries an opening's exchange, and how messages call it.
 
     :raises ValueError: if the URL can't be read.
     :raises StoreTimeoutError: if the rendezvous' host does not answer within ``timeout`` seconds.
     """
     if isinstance(rendezvous, dist.Store):
-        return rendezvous, f"the given {type(rendezvous).__name__}"
+        return own_line(rendezvous), f"the given {type(rendezvous).__name__}"
 
     if isinstance(rendezvous, str):
         return _at_url(rendezvous, rank, world_size, timeout), rendezvous
@@ -34,38 +45,124 @@ def connect(
     if rendezvous is not None:
         raise TypeError(f"rendezvous must be a torch.distributed.Store, a URL or None, not {rendezvous!r}")
 
+    if world_size == 1:
+        return dist.HashStore(), f"process {os.getpid()}"  # its own: nobody to meet, and nobody to mix up with
+
     scope = _scope.current()
     if scope is not None:
         return scope.rendezvous, "this spawn"
 
-    if world_size > 1 and os.environ.get("WORLD_SIZE") == str(world_size) and "MASTER_ADDR" in os.environ:
+    if os.environ.get("WORLD_SIZE") == str(world_size) and "MASTER_ADDR" in os.environ:
         return _at_url("env://", rank, world_size, timeout), "torchrun's environment (env://)"
 
     return _in_process, f"process {os.getpid()}"
 
 
+def own_line(store: dist.Store) -> dist.Store:
+    """Another connection to the same store: a call that blocks on one does not hold up the other."""
+    try:
+        line: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+    except (AttributeError, RuntimeError):
+        return store  # written in Python, without clone()
+
+    return line
+
+
 def _at_url(url: str, rank: int, world_size: int, timeout: float) -> dist.Store:
     parts = urlsplit(url)
-    if parts.scheme not in ("tcp", "file", "env"):
-        raise ValueError(f"rendezvous {url!r}: the scheme must be tcp://host:port, file:///path or env://")
+    if parts.query:
+        raise ValueError(f"rendezvous {url!r}: rank and world_size are arguments; leave out ?{parts.query}")
 
-    # One connection for each rank of this process, kept until the process ends: with tcp:// rank 0 is the server,
-    # and its peers may still be reading from it when rank 0 has closed what it opened.
-    key = (url, rank)
-    with _lock:
-        if key in _connected:
-            return _connected[key]
+    if parts.scheme == "file":
+        return _at_file(url, parts, world_size)
 
-    query = dict(parse_qsl(parts.query))
-    given = {"rank": int(query.get("rank", rank)), "world_size": int(query.get("world_size", world_size))}
+    limit = timedelta(seconds=min(timeout, LONGEST))
+    if parts.scheme == "tcp":
+        host, port = _host_and_port(url, parts)
+        return _at_server(host, port, rank == 0, limit)
+
+    if parts.scheme == "env":
+        # torchrun's agent serves the store itself; each restart of the workers begins anew.
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host, port = _host_and_port_of_environment()
+        store = _at_server(host, port, rank == 0 and not agent, limit)
+        return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/", store)
+
+    raise ValueError(f"rendezvous {url!r}: the scheme must be tcp://host:port, file:///path or env://")
+
+
+def _at_server(host: str, port: int, serve: bool, limit: timedelta) -> dist.Store:
+    place = f"{host}:{port}"
+    if serve and place not in _kept:
+        try:
+            # Several in one process share the port: with other openings, and with torch's own process group.
+            server = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, multi_tenant=True)
+        except (RuntimeError, ValueError) as error:
+            raise DtorchError(f"rank 0 can't serve the rendezvous at {place}: {_first_line(error)}") from error
+
+        with _lock:
+            _kept.setdefault(place, server)
+
     try:
-        store, _, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=timeout), **given))
-    except dist.DistError as error:
+        _wait_for_server(host, port, time.monotonic() + limit.total_seconds())
+        return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+    except (OSError, RuntimeError) as error:
         raise StoreTimeoutError(
-            f"rank {rank}: no rendezvous at {url} within {timeout:.3g} s: {error}. Is rank 0 up, and the address right?"
+            f"no rendezvous at {place} within {seconds(limit.total_seconds())}: {_first_line(error)}. "
+            f"Is rank 0 up, which serves it, and the address right?"
         ) from error
-    except (ValueError, RuntimeError) as error:
-        raise DtorchError(f"rank {rank}: the rendezvous {url} can't be used: {error}") from error
 
-    with _lock:
-        return _connected.setdefault(key, store)
+
+def _wait_for_server(host: str, port: int, deadline: float) -> None:
+    # Nothing tells when a port of another process begins to listen. TCPStore tries as well, but far beyond its timeout.
+    while True:
+        try:
+            with socket.create_connection((host, port), max(deadline - time.monotonic(), 0.01)) as line:
+                if line.getsockname() != line.getpeername():  # a port that nobody listens on can reach itself
+                    return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+
+        time.sleep(RETRY)
+
+
+def _at_file(url: str, parts: SplitResult, world_size: int) -> dist.Store:
+    if not parts.path or parts.netloc:
+        raise ValueError(f"rendezvous {url!r}: a file's URL has three slashes and a whole path: file:///path")
+
+    try:
+        opened = dist.FileStore(unquote(parts.path), world_size)
+        with _lock:
+            kept = _kept.setdefault(url, opened)
+
+    except RuntimeError as error:
+        raise DtorchError(f"the rendezvous {url} can't be used: {_first_line(error)}") from error
+
+    return own_line(kept)
+
+
+def _host_and_port(url: str, parts: SplitResult) -> tuple[str, int]:
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+
+    if not host or not port:
+        raise ValueError(f"rendezvous {url!r}: needs a host and a port that every rank knows: tcp://host:port")
+
+    return host, port
+
+
+def _host_and_port_of_environment() -> tuple[str, int]:
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise ValueError(
+            f"rendezvous 'env://' needs MASTER_ADDR and MASTER_PORT in the environment, not {host!r} and {port!r}"
+        )
+
+    return host, int(port)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

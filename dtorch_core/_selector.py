@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dtorch_core import _catalogue
 from dtorch_core._authority import Ask, asked_for
 from dtorch_core._discovery import guarded
-from dtorch_core._reasons import KINDS, BackendSpec, Kind, Selection, Support, Verdict
+from dtorch_core._reasons import BackendSpec, Kind, Selection, State, Support, Verdict, table
 from dtorch_core._registry import Offer, Registry, registry
 from dtorch_core._text import describe_error, did_you_mean
 from dtorch_core._topology import Topology
@@ -19,24 +19,7 @@ def explain(kind: Kind, topology: Topology, *, backend: str | None = None) -> Se
 
     :raises ValueError: if ``kind`` is not one of store, group and promise.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
-
-    known = registry()
-    verdicts = _verdicts(known, kind, topology)
-    ask = asked_for(kind, backend)
-    if ask is not None:
-        chosen = ask.name if any(v.name == ask.name and v.state == "yes" for v in verdicts) else None
-        return Selection(kind, topology, chosen, ask.asked_by, verdicts)
-
-    for plugin, names in known.call(
-        "dtorch_rank_backends", {"kind": kind, "topology": topology, "verdicts": verdicts}, _checked_policy
-    ):
-        if names is not None:
-            return _by_policy(known, kind, topology, verdicts, names, f"policy of {plugin.distribution}")
-
-    best = next((verdict.name for verdict in verdicts if verdict.state == "yes"), None)
-    return Selection(kind, topology, best, "score", verdicts)
+    return _considered(registry(), kind, topology, asked_for(kind, backend))
 
 
 def select(kind: Kind, topology: Topology, *, backend: str | None = None) -> Selection:
@@ -46,16 +29,34 @@ def select(kind: Kind, topology: Topology, *, backend: str | None = None) -> Sel
     :raises BackendConflictError: if two distributions offer the name asked for.
     :raises PluginVersionError: if the plugin of the name asked for needs another dtorch-core.
     """
-    selection = explain(kind, topology, backend=backend)
-    if selection.chosen is None:
-        raise refusal(selection, asked_for(kind, backend))
+    selection, error = choose(kind, topology, backend=backend)
+    if error is not None:
+        raise error
 
-    registry().call("dtorch_backend_selected", {"selection": selection}, lambda result: result)
+    announce(selection)
     return selection
 
 
+def choose(
+    kind: Kind, topology: Topology, *, backend: str | None = None
+) -> tuple[Selection, DtorchError | None]:
+    """:func:`explain`, and the error to raise where nothing was chosen. Nobody hears of it."""
+    ask = asked_for(kind, backend)
+    selection = _considered(registry(), kind, topology, ask)
+    return selection, refusal(selection, ask) if selection.chosen is None else None
+
+
+def announce(selection: Selection) -> None:
+    """Tell the observers of a choice."""
+    for _ in registry().call("dtorch_backend_selected", {"selection": selection}, lambda result: result):
+        pass
+
+
 def spec_of(selection: Selection) -> BackendSpec:
-    """The chosen backend's spec."""
+    """The chosen backend's spec.
+
+    :raises NoBackendError: if its plugin is gone since.
+    """
     offers = registry().offers(selection.kind).get(selection.chosen or "", ())
     if len(offers) != 1:
         raise NoBackendError(f"the {selection.kind} backend {selection.chosen!r} went away since it was chosen")
@@ -65,19 +66,21 @@ def spec_of(selection: Selection) -> BackendSpec:
 
 def refusal(selection: Selection, ask: Ask | None) -> DtorchError:
     """The error for a selection that chose nothing."""
-    kind, verdicts = selection.kind, selection.verdicts
     if ask is not None:
         return _asked_refusal(selection, ask)
 
+    kind, verdicts = selection.kind, selection.verdicts
+    states = {verdict.state for verdict in verdicts}
     lines = [f"no {kind} backend fits {selection.topology.summary()} (decided by {selection.asked_by}):"]
-    lines += [f"  {v.name}: {v.why}" for v in verdicts]
+    lines += table(verdicts)
+    if "broken" in states:
+        lines.append("Some plugins are broken; see: dtorch doctor")
+
     if len(selection.topology.hosts) > 1:
         lines.append("Several hosts need a network backend, and those names are reserved: none exists yet.")
-    elif not any(v.state in ("no", "yes") for v in verdicts):
-        names = _catalogue.DISTRIBUTIONS[kind].values()
-        lines.append(f"No {kind} backend is installed: pip install {' '.join(dict.fromkeys(names))}")
-    else:
-        lines.append(f"See the whole table with: dtorch explain --kind {kind} --ranks {len(selection.topology)}")
+    elif states == {"absent"}:
+        names = dict.fromkeys(_catalogue.DISTRIBUTIONS[kind].values())
+        lines.append(f"No {kind} backend is installed: pip install {' '.join(names)}")
 
     return NoBackendError("\n".join(lines))
 
@@ -97,63 +100,34 @@ def _asked_refusal(selection: Selection, ask: Ask) -> DtorchError:
             f"Installed: {', '.join(installed) or 'none'}. See them with: dtorch plugins"
         )
 
+    if verdict.state == "no":
+        return NoBackendError(f"{asked} does not fit {selection.topology.summary()}: {verdict.why}")
+
+    if verdict.state == "absent":
+        return NoBackendError(f"{asked} is absent: {verdict.why}")
+
     broken = next((plugin for plugin in known.broken() if ask.name in plugin.names(kind)), None)
-    error: DtorchError
-    if verdict.state == "broken" and broken is not None and isinstance(broken.error, PluginVersionError):
-        error = PluginVersionError(f"{asked}: {verdict.why}")
-    else:
-        states = {"no": "does not fit", "broken": "is broken", "absent": "is not installed"}
-        error = NoBackendError(
-            f"{asked} {states[verdict.state]} for {selection.topology.summary()}: {verdict.why}"
-            if verdict.state == "no"
-            else f"{asked} {states[verdict.state]}: {verdict.why}"
-        )
-
-    if broken is not None:
-        error.__cause__ = broken.error
-
+    cause = broken.error if broken is not None else None
+    error = (PluginVersionError if isinstance(cause, PluginVersionError) else NoBackendError)(
+        f"{asked} is broken: {verdict.why}"
+    )
+    error.__cause__ = cause
     return error
 
 
-def _verdicts(known: Registry, kind: Kind, topology: Topology) -> tuple[Verdict, ...]:
-    offers = known.offers(kind)
-    verdicts = []
-    for name, offered in offers.items():
-        if len(offered) > 1:
-            why = f"the name is offered by {_offered_by(offered)}; uninstall all but one of them"
-            verdicts += [
-                Verdict(name, o.plugin.distribution, o.plugin.version, "broken", 0, why) for o in offered
-            ]
-        else:
-            verdicts.append(_probed(offered[0], topology))
+def _considered(known: Registry, kind: Kind, topology: Topology, ask: Ask | None) -> Selection:
+    verdicts = _verdicts(known, kind, topology)
+    if ask is not None:
+        chosen = ask.name if any(v.name == ask.name and v.state == "yes" for v in verdicts) else None
+        return Selection(kind, topology, chosen, ask.asked_by, verdicts)
 
-    # A plugin that failed to load stands under its own name in every kind: what it would have offered is not known.
-    verdicts += [
-        Verdict(name, plugin.distribution, plugin.version, "broken", 0, plugin.why)
-        for plugin in known.broken()
-        for name in plugin.names(kind)
-        if name not in offers
-    ]
-    verdicts += _catalogue.absent(kind, {verdict.name for verdict in verdicts})
-    order = {"yes": 0, "no": 1, "broken": 2, "absent": 3}
-    return tuple(sorted(verdicts, key=lambda v: (order[v.state], -v.score, v.name, v.distribution)))
+    arguments = {"kind": kind, "topology": topology, "verdicts": verdicts}
+    for plugin, names in known.call("dtorch_rank_backends", arguments, _checked_policy):
+        if names is not None:
+            return _by_policy(known, kind, topology, verdicts, names, f"policy of {plugin.distribution}")
 
-
-def _probed(offer: Offer, topology: Topology) -> Verdict:
-    plugin, spec = offer.plugin, offer.spec
-    support, error = guarded(spec.probe, topology)
-    if error is not None:
-        return Verdict(
-            spec.name, plugin.distribution, plugin.version, "broken", 0, f"its probe raised {describe_error(error)}"
-        )
-
-    if not isinstance(support, Support):
-        why = f"its probe returned {type(support).__name__}, not Support.yes(...) or Support.no(...)"
-        return Verdict(spec.name, plugin.distribution, plugin.version, "broken", 0, why)
-
-    return Verdict(
-        spec.name, plugin.distribution, plugin.version, "yes" if support.ok else "no", support.score, support.why
-    )
+    best = next((verdict.name for verdict in verdicts if verdict.state == "yes"), None)
+    return Selection(kind, topology, best, "score", verdicts)
 
 
 def _by_policy(
@@ -168,15 +142,55 @@ def _by_policy(
     return Selection(kind, topology, chosen, f"{policy}, which allows {', '.join(names) or 'none'}", verdicts)
 
 
-def _checked_policy(names: object) -> Sequence[str] | None:
+def _checked_policy(names: object) -> tuple[str, ...] | None:
     if names is None:
         return None
 
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"must return a list of backend names or None, not {names!r}")
 
-    return names
+    return tuple(names)
+
+
+def _verdicts(known: Registry, kind: Kind, topology: Topology) -> tuple[Verdict, ...]:
+    offers = known.offers(kind)
+    verdicts = []
+    for offered in offers.values():
+        if len(offered) > 1:
+            why = f"the name is offered by {_offered_by(offered)}; uninstall all but one of them"
+            verdicts += [_verdict(offer, "broken", why) for offer in offered]
+        else:
+            verdicts.append(_probed(offered[0], topology))
+
+    # A plugin that is broken or disabled is listed under the names it stands for.
+    unusable: dict[str, State] = {"broken": "broken", "disabled": "absent"}
+    verdicts += [
+        Verdict(name, plugin.distribution, plugin.version, unusable[plugin.state], 0, plugin.why)
+        for plugin in known.plugins
+        if plugin.state in unusable
+        for name in plugin.names(kind)
+        if name not in offers
+    ]
+    verdicts += _catalogue.absent(kind, {verdict.name for verdict in verdicts})
+    order = {"yes": 0, "no": 1, "broken": 2, "absent": 3}
+    return tuple(sorted(verdicts, key=lambda v: (order[v.state], -v.score, v.name, v.distribution)))
+
+
+def _probed(offer: Offer, topology: Topology) -> Verdict:
+    support, error = guarded(offer.spec.probe, topology)
+    if error is not None:
+        return _verdict(offer, "broken", f"its probe raised {describe_error(error)}")
+
+    if not isinstance(support, Support):
+        why = f"its probe returned {type(support).__name__}, not Support.yes(...) or Support.no(...)"
+        return _verdict(offer, "broken", why)
+
+    return _verdict(offer, "yes" if support.ok else "no", support.why, support.score)
+
+
+def _verdict(offer: Offer, state: State, why: str, score: int = 0) -> Verdict:
+    return Verdict(offer.spec.name, offer.plugin.distribution, offer.plugin.version, state, score, why)
 
 
 def _offered_by(offers: Sequence[Offer]) -> str:
-    return " and ".join(f"{offer.plugin.distribution} {offer.plugin.version}".strip() for offer in offers)
+    return " and ".join(offer.plugin.label for offer in offers)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import os
+import re
 import traceback
 from collections.abc import Iterable
+
+_MACHINERY = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, importlib.__file__))
+"""Where the frames between a caller and a plugin's own line lie: this package, and importing."""
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -20,6 +26,16 @@ def count(number: int, noun: str) -> str:
 def seconds(value: float) -> str:
     """A duration in seconds, without noise digits."""
     return f"{value:.3g} s"
+
+
+def one_line(text: str) -> str:
+    """A text of any shape as one line."""
+    return " ".join(text.split())
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as pip compares it: ``My_Store`` and ``my-store`` are one."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -43,10 +59,20 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type, message and place of the root cause, on one line."""
+    """Type, message and place of the root cause, on one line. Never raises, whatever class the error is of."""
     cause = root_cause(error)
-    text = " ".join(str(cause).split())
-    frames = traceback.extract_tb(cause.__traceback__)
-    # The last frame outside the import machinery is the line to look at.
-    place = next((f" ({f.filename}:{f.lineno})" for f in reversed(frames) if not f.filename.startswith("<")), "")
+    # The last frame that is neither ours nor the import machinery's is the line to look at.
+    place = next(
+        (
+            f" ({frame.filename}:{frame.lineno})"
+            for frame in reversed(traceback.extract_tb(cause.__traceback__))
+            if not frame.filename.startswith(("<", *_MACHINERY)) and "importlib_metadata" not in frame.filename
+        ),
+        "",
+    )
+    try:
+        text = one_line(str(cause))
+    except Exception:
+        text = "its message can't be printed"
+
     return f"{type(cause).__name__}: {text}{place}" if text else f"{type(cause).__name__}{place}"

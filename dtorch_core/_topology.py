@@ -31,6 +31,9 @@ class Member:
     def __post_init__(self) -> None:
         object.__setattr__(self, "facts", MappingProxyType(dict(self.facts)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Member.from_dict, (self.to_dict(),)  # a read-only view of a dict can't be pickled
+
     @property
     def device_type(self) -> str:
         """``"cpu"`` or ``"cuda"``."""
