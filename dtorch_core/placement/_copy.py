@@ -84,6 +84,10 @@ def _devices(call: Call, mesh: Mesh, device: str | torch.device | None) -> tuple
 
     try:
         wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{call.what}, dst: device {device!r} is not one that torch knows") from None
+
+    try:
         if wanted.type not in ("cpu", "cuda"):
             raise ValueError(f"device {str(device)!r}: ranks use 'cpu' or 'cuda:N'")
 
@@ -91,7 +95,7 @@ def _devices(call: Call, mesh: Mesh, device: str | torch.device | None) -> tuple
         for rank, own in zip(mesh.ranks, devices, strict=True):
             if topology[rank].process == topology[call.rank].process:
                 normal_device(own)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{call.what}, dst: {error}") from None
 
     return devices

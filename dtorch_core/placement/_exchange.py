@@ -32,7 +32,7 @@ def convert(call: Call, source: Side, target: Side, held: Tensor | None) -> Tens
         return None
 
     plan = plan_of(source, target)
-    text = f"{call.function} from {source} to {target}"
+    text = f"{call.function} from {source} to {target}, on {', '.join(dict.fromkeys(target.devices))}"
     held, known = introduce(call, text, plan, held)
     listen(call, text, plan, known)
     _publish(call, plan, known, held)

@@ -41,11 +41,12 @@ class Mesh:
         :raises ValueError: if it is ragged or has no dimension, or a rank is twice in it or not of this world.
         """
         # A DeviceMesh by its attributes: importing its module starts much more of torch than is needed here.
-        values, names = getattr(mesh, "mesh", mesh), getattr(mesh, "mesh_dim_names", None)
+        values: Any = getattr(mesh, "mesh", mesh)
+        names = getattr(mesh, "mesh_dim_names", None)
         if isinstance(values, Tensor):
             values = values.tolist()
 
-        if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        if not _is_row(values):
             raise TypeError(
                 f"{what}: mesh must be nested sequences of ranks, an int tensor with at least one dimension or a "
                 f"DeviceMesh, not {mesh!r}"
@@ -74,14 +75,22 @@ class Mesh:
         return f"mesh dimension {dim}{name}"
 
     def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.shape))} mesh of ranks {list(self.ranks)}"
+        rows: list[Any] = list(self.ranks)
+        for size in reversed(self.shape[1:]):
+            rows = [rows[start : start + size] for start in range(0, len(rows), size)]
+
+        return f"mesh {rows}"
+
+
+def _is_row(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _flatten(values: Sequence[Any], what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and row-major ranks of nested sequences."""
     shape: list[int] = []
     level: list[Any] = [values]
-    while all(isinstance(part, Sequence) and not isinstance(part, (str, bytes)) for part in level):
+    while all(_is_row(part) for part in level):
         sizes = {len(part) for part in level}
         if len(sizes) != 1:
             raise ValueError(f"{what}: the mesh {values} is ragged: parts of {sorted(sizes)} ranks beside each other")
@@ -92,7 +101,7 @@ def _flatten(values: Sequence[Any], what: str) -> tuple[tuple[int, ...], tuple[i
             raise ValueError(f"{what}: the mesh {values} has no rank")
 
     for rank in level:
-        if isinstance(rank, Sequence):
+        if _is_row(rank):
             raise ValueError(f"{what}: the mesh {values} is ragged: a rank beside a row of ranks")
 
         if isinstance(rank, bool) or not isinstance(rank, int):

@@ -49,8 +49,8 @@ def read_placements(placements: Sequence[Placement], mesh: Mesh, what: str) -> S
     specs = tuple(_read(placement, what) for placement in placements)
     if len(specs) != len(mesh.shape):
         raise ValueError(
-            f"{what}: {len(specs)} placements ({', '.join(map(str, specs))}) for the {len(mesh.shape)} dimensions of a "
-            f"{mesh}; give one for each"
+            f"{what}: {len(specs)} placements ({', '.join(map(str, specs))}) for the {len(mesh.shape)} dimensions of "
+            f"the {mesh}; give one for each"
         )
 
     ops = sorted({spec.op for spec in specs if spec.kind == "Partial"})

@@ -48,8 +48,7 @@ class Side:
         )
 
     def __str__(self) -> str:
-        devices = f" ({', '.join(dict.fromkeys(self.devices))})" if self.devices else ""
-        return f"[{', '.join(map(str, self.specs))}] on a {self.mesh}{devices}"
+        return f"[{', '.join(map(str, self.specs))}] on the {self.mesh}"
 
 
 class Plan:
