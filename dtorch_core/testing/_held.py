@@ -37,8 +37,14 @@ def left_behind(before: Held) -> list[str]:
     for thread in _threads() - before.threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
-    # What only a reference cycle keeps open is not a leak.
-    gc.collect()
+    if lines := _new(before):
+        gc.collect()  # what only a reference cycle keeps open is not a leak
+        lines = _new(before)
+
+    return lines
+
+
+def _new(before: Held) -> list[str]:
     after = Held.now()
     lines = [f"thread {thread.name!r}" for thread in after.threads - before.threads]
     lines += [f"process {pid}" for pid in after.children - before.children]
