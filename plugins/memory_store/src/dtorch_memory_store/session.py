@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class Session:
     def __init__(self, name: str, world_size: int) -> None:
         self.name = name
         self.world_size = world_size
+        self.uses_events = False
+        """A CUDA tensor has been published: from then on borrows end with an event."""
         self.mutex = threading.Lock()
         self._keys: dict[str, Publication] = {}
         self._getters: dict[str, list[Waiter]] = {}
@@ -81,7 +83,7 @@ class Session:
                 )
 
             self._keys[key] = publication
-            woken = self._serve(key, publication)
+            woken = self._serve(key, publication) if key in self._getters else ()
 
         wake(woken)
 
@@ -107,9 +109,18 @@ class Session:
             wake(woken)
             raise
 
+        if not waiter.done:
+            self._end_get(rank, key, timeout, waiter)
+
+        publication = waiter.result
+        assert publication is not None, "done means that a share was handed over"
+        return publication
+
+    def _end_get(self, rank: int, key: str, timeout: float, waiter: Waiter) -> None:
+        """A wait that was woken without a share: return if one came at the last moment, else raise why not."""
         with self.mutex:
             if waiter.done:
-                return waiter.result  # type: ignore[no-any-return]
+                return
 
             self._drop_getter(key, waiter)
             self._raise_if(waiter.error)
@@ -140,8 +151,11 @@ class Session:
             if publication.complete:
                 dropped, publication.tensor = publication.tensor, None
                 woken = [waiter for waiter in publication.waiters if not waiter.settled]
-                for waiter in woken:
-                    waiter.done = True
+                if woken:
+                    # Its producer waits already: the key is free, and the thread it wakes has nothing left to do.
+                    del self._keys[key]
+                    for waiter in woken:
+                        waiter.done = True
 
         wake(woken)
         del dropped
@@ -165,17 +179,23 @@ class Session:
 
         try:
             waiter.sleep(deadline - time.monotonic())
-        finally:
+        except BaseException:  # Ctrl-C: the wait can be repeated
             with self.mutex:
-                publication.waiters.remove(waiter)
+                if waiter.done:
+                    self._keys.setdefault(key, publication)
+                else:
+                    publication.waiters.remove(waiter)
+
+            raise
+
+        if waiter.done:  # the last to finish has freed the key
+            return publication.events
 
         with self.mutex:
-            if publication.complete:
-                if self._keys.get(key) is publication:
-                    del self._keys[key]
-
+            if waiter.done:
                 return publication.events
 
+            publication.waiters.remove(waiter)
             self._raise_if(waiter.error)
             raise StoreTimeoutError(self._late_finish(rank, key, publication, timeout))
 
@@ -479,7 +499,7 @@ class Session:
         return head
 
 
-def wake(waiters: list[Waiter]) -> None:
+def wake(waiters: Sequence[Waiter]) -> None:
     """Wake settled waiters; outside the mutex."""
     for waiter in waiters:
         waiter.wake()

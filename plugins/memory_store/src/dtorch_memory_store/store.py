@@ -55,6 +55,9 @@ class MemoryTensorStore(TensorStore):
         else:
             shared, ready = _own_bytes(tensor.detach()), streams.record(tensor, stream)
 
+        if ready is not None:
+            self._session.uses_events = True
+
         self._session.put(key, Publication(self.rank, shared, get_count, ready))
 
     def src_wait_until_get_finished(
@@ -73,15 +76,19 @@ class MemoryTensorStore(TensorStore):
         if publication.ready is not None:
             if tensor.is_cuda:
                 streams.order_after(publication.ready, tensor, stream)
+                streams.keep_until_done(tensor, stream)
             else:
                 streams.host_wait(publication.ready)  # moved to the CPU by its producer: wait for that copy
 
-        streams.keep_until_done(tensor, stream)
         return tensor.detach()  # an alias of each consumer's own: metadata is not shared
 
     def dest_finish_get(self, key: str, *, stream: torch.cuda.Stream | None = None) -> None:
-        tensor = self._session.borrowed(self.rank, key)
-        self._session.finish(self.rank, key, streams.record(tensor, stream) if tensor is not None else None)
+        session, event = self._session, None
+        if session.uses_events:
+            tensor = session.borrowed(self.rank, key)
+            event = streams.record(tensor, stream) if tensor is not None else None
+
+        session.finish(self.rank, key, event)
 
     def reset(self, *, timeout: float | None = None) -> None:
         self._session.reset(self.rank, self._seconds(timeout))
