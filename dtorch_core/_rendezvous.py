@@ -165,4 +165,4 @@ def _host_and_port_of_environment() -> tuple[str, int]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -168,8 +168,12 @@ def imagine(
     """A topology that need not exist here: ``ranks`` dealt over ``hosts``, each with the device of its turn.
 
     :param devices: one for all ranks, or one for each.
+    :param per_process: ranks in each process, where ``ranks_as`` is ``"processes"``.
     :raises ValueError: if the numbers don't fit each other.
     """
+    if per_process < 1:
+        raise ValueError(f"a process has at least one rank, not {per_process}")
+
     if ranks < 1 or hosts < 1 or hosts > ranks:
         raise ValueError(f"need at least one rank for each host: {ranks} ranks, {hosts} hosts")
 

@@ -1,0 +1,146 @@
+"""Real distributions for tests: metadata folders and modules on ``sys.path``, found as installed ones are."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dtorch_core
+
+_numbers = itertools.count()
+
+STORE = """
+    from dtorch_core import TensorStore
+
+    class Store(TensorStore):
+        opened, closed = [], []
+
+        def __init__(self, ctx):
+            super().__init__(ctx)
+            self.context = ctx
+            self.opened.append(self)
+
+        def src_set(self, key, tensor, get_count, *, stream=None, dest_device=None, writable=False): ...
+        def src_wait_until_get_finished(self, key, *, stream=None, timeout=None): ...
+        def dest_get(self, key, *, stream=None, timeout=None): ...
+        def dest_finish_get(self, key, *, stream=None): ...
+        def reset(self, *, timeout=None): ...
+        def barrier(self, *, timeout=None): ...
+        def empty(self, size, *, dtype, device=None): ...
+
+        def close(self):
+            self.closed.append(self)
+"""
+"""A store that holds nothing: enough to be opened."""
+
+
+class Site:
+    """A folder of installed distributions."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self._patch = patch
+        self.modules: set[str] = set()
+
+    def module(self, source: str, name: str | None = None) -> str:
+        """Write a module and return its name, which no other one has."""
+        name = name or f"plugin_{next(_numbers)}"
+        (self.folder / f"{name}.py").write_text("from __future__ import annotations\n" + textwrap.dedent(source))
+        self.modules.add(name)
+        importlib.invalidate_caches()
+        return name
+
+    def metadata(
+        self, distribution: str, files: dict[str, str], version: str = "1.0", folder: Path | None = None
+    ) -> Path:
+        """Write a metadata folder with these files."""
+        name = distribution.replace("-", "_")
+        info = (folder or self.folder) / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        for file, text in files.items():
+            (info / file).write_text(textwrap.dedent(text))
+
+        importlib.invalidate_caches()
+        return info
+
+    def add(
+        self, distribution: str, source: str, *, plugin: str | None = None, version: str = "1.0", **where: Path
+    ) -> str:
+        """Install a distribution with one plugin, whose module is ``source``. Returns the module's name."""
+        module = self.module(source)
+        self.point(distribution, module, plugin=plugin, version=version, **where)
+        return module
+
+    def point(
+        self, distribution: str, value: str, *, plugin: str | None = None, version: str = "1.0", **where: Path
+    ) -> Path:
+        """Install a distribution whose entry point has this value."""
+        return self.metadata(
+            distribution,
+            {
+                "METADATA": f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n",
+                "entry_points.txt": f"[dtorch]\n{plugin or distribution} = {value}\n",
+            },
+            version,
+            **where,
+        )
+
+    def backend(
+        self, distribution: str, name: str, probe: str = "Support.yes(1000, 'it fits all')", *, more: str = "", **kw: str
+    ) -> str:
+        """Install a distribution with one store backend that can be opened."""
+        factory = kw.pop("factory", None) or f"{self.module(STORE)}:Store"
+        source = f"""
+from dtorch_core import BackendSpec, Support, hookimpl
+
+@hookimpl
+def dtorch_register_tensor_stores():
+    return [BackendSpec({name!r}, {factory!r}, lambda topology: {probe})]
+
+{textwrap.dedent(more)}
+"""
+        return self.add(distribution, source, **kw)  # type: ignore[arg-type]
+
+    def also_on_path(self, folder: Path) -> Path:
+        """Put another folder in front of ``sys.path``."""
+        folder.mkdir(exist_ok=True)
+        self._patch.syspath_prepend(str(folder))
+        return folder
+
+    def env(self, name: str, value: str | None) -> None:
+        """Set a variable of the environment, or remove it."""
+        if value is None:
+            self._patch.delenv(name, raising=False)
+        else:
+            self._patch.setenv(name, value)
+
+    def loaded(self, module: str) -> object:
+        """An imported module of this site."""
+        return sys.modules[module]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """An empty site in front of ``sys.path``, without any DTORCH variable. Call ``dtorch_core.refresh()`` when done."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in [name for name in os.environ if name.startswith("DTORCH_")]:
+            patch.delenv(variable)
+
+        patch.syspath_prepend(str(folder))
+        made = Site(folder, patch)
+        yield made
+
+    for module in made.modules:
+        sys.modules.pop(module, None)
+
+    importlib.invalidate_caches()
+    dtorch_core.refresh()
