@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+log = logging.getLogger("dtorch")
 
 
 class Abortable(Protocol):
@@ -42,17 +47,19 @@ class Scope:
             handles = list(self._open)
 
         for handle in handles:
-            handle.abort(reason, died=died)
+            try:
+                handle.abort(reason, died=died)
+            except Exception:  # a backend's: the other handles have to be woken all the same
+                log.exception("rank %s: ending %r failed", self.rank, handle)
 
     def close(self) -> None:
         """Close what the rank left open: an orderly return says goodbye."""
         with self._lock:
             handles = list(self._open)
 
-        for handle in handles:
-            close = getattr(handle, "close", None)
-            if close is not None:
-                close()
+        with ExitStack() as closing:  # all of them, also if one raises
+            for handle in handles:
+                closing.callback(getattr(handle, "close", lambda: None))
 
 
 _local = threading.local()

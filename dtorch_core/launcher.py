@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from dtorch_core import _member, _scope
+from dtorch_core._ranks import Run, intra_op
 from dtorch_core._registry import registry
 from dtorch_core._scope import Scope
 from dtorch_core._text import rank_list, seconds
-from dtorch_core.errors import RankFailedError, StoreTimeoutError, UnsupportedOperationError
+from dtorch_core.errors import (
+    AbortedError,
+    DtorchError,
+    RankFailedError,
+    StoreTimeoutError,
+    UnsupportedOperationError,
+)
 
 if TYPE_CHECKING:
     from dtorch_core.group import ThreadGroup
     from dtorch_core.store import TensorStore
-
-GRACE = 1.0
-"""Seconds that the other ranks have to return once one has failed and all their waits were ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,9 @@ class RankContext:
 
         members = list(range(self.world_size)) if ranks is None else list(ranks)
         if len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
-            raise ValueError(f"open_group({name!r}): ranks must be different ones of 0 to {self.world_size - 1}, not {members}")
+            raise ValueError(
+                f"open_group({name!r}): ranks must be different ones of 0 to {self.world_size - 1}, not {members}"
+            )
 
         if self.rank not in members:
             return None
@@ -80,65 +83,6 @@ class RankContext:
             backend=backend,
             timeout=timeout,
         )
-
-
-class _Run:
-    """One spawn: its threads, their results, and who failed first."""
-
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], devices: list[str]) -> None:
-        self._fn, self._args, self._devices = fn, args, devices
-        rendezvous = dist.HashStore()
-        self._scopes = [Scope(rank, rendezvous) for rank in range(len(devices))]
-        self._changed = threading.Condition()
-        self.results: list[Any] = [None] * len(devices)
-        self.pending = set(range(len(devices)))
-        self.failed: tuple[int, BaseException] | None = None
-        self.threads_per_rank = max(1, torch.get_num_threads() // len(devices))
-
-    def start(self) -> None:
-        for rank in sorted(self.pending):
-            threading.Thread(target=self._rank, args=(rank,), name=f"rank {rank}", daemon=True).start()
-
-    def wait(self, timeout: float | None) -> None:
-        """Until all ranks have returned, or one has failed, or the time is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.pending or self.failed is not None, timeout)
-
-    def end(self, reason: str, culprit: int | None) -> None:
-        """Wake every rank from every wait of ours, the culprit's peers with its name, and give them time to return."""
-        if culprit is not None:
-            self._scopes[culprit].abort(reason, died=True)
-
-        for scope in self._scopes:
-            scope.abort(reason)
-
-        with self._changed:
-            self._changed.wait_for(lambda: not self.pending, GRACE)
-
-    def _rank(self, rank: int) -> None:
-        error: BaseException | None = None
-        scope = self._scopes[rank]
-        _scope.enter(scope)
-        try:
-            if "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(self.threads_per_rank)
-
-            if self._devices[rank] != "cpu":
-                torch.cuda.set_device(self._devices[rank])
-
-            context = RankContext(rank, len(self._devices), self._devices[rank], scope)
-            self.results[rank] = self._fn(context, *self._args)
-            scope.close()
-        except BaseException as failure:  # SystemExit and KeyboardInterrupt in a rank end the run too
-            error = failure
-        finally:
-            _scope.enter(None)
-            with self._changed:
-                self.pending.discard(rank)
-                if error is not None and self.failed is None:
-                    self.failed = rank, error
-
-                self._changed.notify_all()
 
 
 def spawn(
@@ -166,26 +110,34 @@ def spawn(
     :raises UnsupportedOperationError: for ranks as processes, ``torch_distributed`` and ``rng="per-rank"``.
     """
     _check(fn, world_size, ranks_as, threads_per_process, torch_distributed, rng)
-    run = _Run(fn, tuple(args), _devices(devices, world_size))
+    places = _devices(devices, world_size)
+    run = Run(lambda scope: fn(RankContext(scope.rank, world_size, places[scope.rank], scope), *args), places)
     registry()  # once here, rather than in every rank at the same time
-    own_threads = torch.get_num_threads()
-    try:
-        run.start()
-        run.wait(timeout)
-        if run.failed is not None:
-            raise _failure(run, *run.failed)
+    outer = _scope.current()
+    if outer is not None:
+        outer.add(run)
 
-        if run.pending:
-            late = rank_list(run.pending)
-            run.end(f"spawn() ended the run after {seconds(timeout or 0)}: {late} had not returned", None)
-            raise StoreTimeoutError(
-                f"spawn: {late} of {world_size} had not returned after {seconds(timeout or 0)}" + _left_behind(run)
-            )
-    except KeyboardInterrupt:
-        run.end("the run was interrupted", None)
+    own_threads = intra_op.enter()
+    try:
+        run.start(own_threads)
+        run.wait(timeout)
+        if run.failures:
+            raise _failure(run)
+
+        if run.stopped is not None:
+            run.end(run.stopped)
+            raise AbortedError(f"spawn: {run.stopped}{run.left_behind()}")
+
+        if run.unfinished():
+            raise _too_late(run, timeout or 0.0)
+    except BaseException as error:
+        if not isinstance(error, DtorchError):  # Ctrl-C, or a thread that could not be started
+            run.end(f"the run was ended by {type(error).__name__}")
+
         raise
     finally:
-        torch.set_num_threads(own_threads)
+        run.join()
+        intra_op.leave(own_threads)
 
     return run.results
 
@@ -225,23 +177,20 @@ def _devices(devices: str | torch.device | Sequence[str | torch.device] | None, 
     return [_member.normal_device(device) for device in devices]
 
 
-def _failure(run: _Run, rank: int, error: BaseException) -> RankFailedError:
+def _failure(run: Run) -> RankFailedError:
+    rank, error = run.first_failure()
     run.end(f"rank {rank} failed: {type(error).__name__}: {error}", rank)
-    text = "".join(traceback.format_exception(error))
+    rank, error = run.culprit()
     failure = RankFailedError(
-        f"rank {rank} of {len(run.results)} failed with {type(error).__name__}: {error}{_left_behind(run)}\n\n"
-        f"Traceback of rank {rank}:\n{text}",
+        f"rank {rank} of {len(run.results)} failed with {type(error).__name__}: {error}{run.left_behind()}\n\n"
+        f"Traceback of rank {rank}:\n{''.join(traceback.format_exception(error))}",
         rank,
     )
     failure.__cause__ = error
     return failure
 
 
-def _left_behind(run: _Run) -> str:
-    if not run.pending:
-        return ""
-
-    return (
-        f"; {rank_list(run.pending)} did not return within {seconds(GRACE)} and was left behind as a daemon thread "
-        f"({', '.join(repr(f'rank {rank}') for rank in sorted(run.pending))})"
-    )
+def _too_late(run: Run, timeout: float) -> StoreTimeoutError:
+    late = f"{rank_list(run.unfinished())} of {len(run.results)} had not returned after {seconds(timeout)}"
+    run.end(f"spawn() ended the run: {late}")
+    return StoreTimeoutError(f"spawn: {late}{run.left_behind()}")

@@ -29,7 +29,9 @@ TIMEOUT = 30.0
 DEVICES: tuple[str, ...] = (
     (os.environ["DEVICE"],)
     if os.environ.get("DEVICE")
-    else ("cpu", "cuda:0") if torch.cuda.is_available() else ("cpu",)
+    else ("cpu", "cuda:0")
+    if torch.cuda.is_available()
+    else ("cpu",)
 )
 """The devices to run on: the one that the environment variable DEVICE names, else the CPU and, if there, a GPU."""
 

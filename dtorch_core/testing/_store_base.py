@@ -53,9 +53,7 @@ class StoreConformance(Conformance):
         return run_ranks(rank, world_size, self.patience, devices=device or self.home)
 
 
-def coded(
-    tag: int, shape: Sequence[int] = (7,), device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> Tensor:
+def coded(tag: int, shape: Sequence[int] = (7,), device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     """Values that differ at every position and for every ``tag``: a mix-up shows."""
     return torch.arange(math.prod(shape), device=device).add(1000 * (tag + 1)).to(dtype).reshape(tuple(shape))
 

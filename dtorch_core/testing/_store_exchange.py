@@ -211,6 +211,10 @@ class ExchangeTests(StoreConformance):
     def test_fast_consumer_leaves_the_slow_one_its_share(self) -> None:
         turns = 20
 
+        def take_all(store: TensorStore, values: list[torch.Tensor]) -> None:
+            for value in values:
+                take(store, "k", value)
+
         def body(store: TensorStore) -> None:
             values = [coded(turn, device=self.home) for turn in range(turns)]
             if store.rank == 0:
@@ -225,15 +229,14 @@ class ExchangeTests(StoreConformance):
 
             if store.rank == 1:
                 take(store, "k", values[0])
-                ahead = Background(lambda: [take(store, "k", value) for value in values[1:]])
+                ahead = Background(lambda: take_all(store, values[1:]))
                 asleep(ahead)  # it asks for the second one before the slow rank has had the first
                 store.barrier()
                 ahead.result()
                 return
 
             store.barrier()
-            for value in values:
-                take(store, "k", value)
+            take_all(store, values)
 
         self.ranks(body, 3)
 
@@ -440,7 +443,7 @@ class ExchangeTests(StoreConformance):
         assert self.ranks(body, 3) == [0, 1, 0]
 
     def test_waits_for_other_keys_change_nothing(self) -> None:
-        """A hundred threads that wait for keys of their own: each gets its own in the end, and no other is disturbed."""
+        """A hundred threads that wait for keys of their own: each gets it in the end, and no other is disturbed."""
 
         def body(store: TensorStore) -> None:
             def waiter(number: int) -> None:

@@ -127,7 +127,7 @@ class ValueTests(StoreConformance):
     def test_requires_grad_arrives_detached(self, kind: str, device: str) -> None:
         def body(store: TensorStore) -> None:
             leaf = coded(0, device=device).requires_grad_()
-            with torch.inference_mode(kind == "in inference mode"):
+            with torch.inference_mode(kind == "in inference mode"):  # type: ignore[no-untyped-call]
                 sent = {
                     "leaf": lambda: leaf,
                     "not a leaf": lambda: leaf * 1,
@@ -396,20 +396,16 @@ class ValueTests(StoreConformance):
 class _Wrapper(Tensor):
     """A tensor that holds others, as a DTensor does: its own storage has no values."""
 
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> _Wrapper:
-        made: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner = inner
+    @classmethod
+    def around(cls, inner: Tensor) -> Tensor:
+        """A wrapper of ``inner``'s shape."""
+        made: Tensor = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.held = inner  # type: ignore[attr-defined]
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
         raise NotImplementedError(f"{func} of a wrapper")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return "_Wrapper"
 
 
 def _moved(view: Tensor, device: str) -> Tensor:
@@ -417,7 +413,7 @@ def _moved(view: Tensor, device: str) -> Tensor:
     if device == "cpu":
         return view
 
-    whole = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()).to(device)  # type: ignore[call-overload]
+    whole = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()).to(device)
     moved: Tensor = whole.as_strided(view.shape, view.stride(), view.storage_offset())
     moved = moved.conj() if view.is_conj() else moved
     return torch._neg_view(moved) if view.is_neg() else moved
@@ -431,7 +427,7 @@ def _odd(what: str) -> Any:  # noqa: ANN401
         "quantized": lambda: torch.quantize_per_tensor(dense, 0.5, 0, torch.quint8),
         "nested": lambda: torch.nested.nested_tensor([dense[0], dense[1, :2]]),
         "meta": lambda: torch.empty(2, 3, device="meta"),
-        "wrapper": lambda: _Wrapper(dense),
+        "wrapper": lambda: _Wrapper.around(dense),
         "list": dense.tolist,
         "none": lambda: None,
     }
