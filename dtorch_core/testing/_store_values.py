@@ -127,13 +127,14 @@ class ValueTests(StoreConformance):
     def test_requires_grad_arrives_detached(self, kind: str, device: str) -> None:
         def body(store: TensorStore) -> None:
             leaf = coded(0, device=device).requires_grad_()
-            with torch.inference_mode(kind == "in inference mode"):  # type: ignore[no-untyped-call]
-                sent = {
-                    "leaf": lambda: leaf,
-                    "not a leaf": lambda: leaf * 1,
-                    "parameter": lambda: torch.nn.Parameter(leaf),
-                    "in inference mode": lambda: leaf * 1,
-                }[kind]()
+            made: dict[str, Callable[[], Tensor]] = {
+                "leaf": lambda: leaf,
+                "not a leaf": lambda: leaf * 1,
+                "parameter": lambda: torch.nn.Parameter(leaf),
+                "in inference mode": lambda: leaf * 1,
+            }
+            with torch.inference_mode(kind == "in inference mode"):
+                sent = made[kind]()
 
             before = sent.requires_grad, sent.data_ptr(), sent.untyped_storage().nbytes()
             store.src_set("k", sent, 1)
