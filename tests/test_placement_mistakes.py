@@ -174,6 +174,22 @@ class TestWhatTheSourceHolds:
         assert type(results[dst]) is ValueError
         assert "rank 1" in str(results[dst])
 
+    def test_gather_with_a_part_missing_lets_the_other_senders_go(self):
+        def call(rank, store):
+            return gather_tensor(coded((2,)) if rank in (1, 2) else None, store, [0, 1, 2], [Shard(0)], dst=3)
+
+        results = outcomes(call, world_size=4)
+        assert [type(outcome) for outcome in results] == [ValueError, type(None), type(None), ValueError]
+        assert "rank 0 has raised" in str(results[3])
+
+    def test_gather_with_the_receivers_part_missing_where_others_hold_the_same(self):
+        def call(rank, store):
+            held = coded((2,)) if rank != 1 else None
+            return gather_tensor(held, store, [[0, 1], [2, 3]], [Shard(0), Replicate()], dst=1)
+
+        results = outcomes(call, world_size=4)
+        assert [type(outcome) for outcome in results] == [type(None), ValueError, ValueError, type(None)]
+
     def test_copy_with_a_part_missing_raises_on_all_who_depend_on_it(self):
         def call(rank, store):
             held = coded((2, 2)) if rank < 2 else None
@@ -278,7 +294,8 @@ class TestRanksThatDisagree:
             store = ctx.open_store("missing", timeout=0.5)
             begin = time.monotonic()
             if ctx.rank != 2:
-                with pytest.raises(StoreTimeoutError, match="rank 2"):
+                late = "not all of rank 0 have read" if ctx.rank else "rank 2 has not sent"
+                with pytest.raises(StoreTimeoutError, match=late):
                     gather_tensor(coded((2,)), store, [0, 1, 2], [Shard(0)], dst=0)
 
             took = time.monotonic() - begin

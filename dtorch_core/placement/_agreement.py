@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtorch_core.checks import check_tensor
 from dtorch_core.errors import CollectiveMismatchError, DtorchError
-from dtorch_core.placement._call import Call, data_key
+from dtorch_core.placement._call import Call, Key, data_key, hello_key
 from dtorch_core.placement._hello import Hello
 from dtorch_core.placement._mesh import Coordinate
 from dtorch_core.placement._placements import resolve
@@ -44,7 +44,7 @@ def introduce(call: Call, text: str, plan: Plan, held: Tensor | None) -> tuple[T
     except Exception as failure:
         error, hello = failure, Hello.failed(text, failure)
 
-    call.publish(f"hello/{call.rank}", hello.encode(), len(plan.heard_by(call.rank)))
+    call.publish(hello_key(call.rank), hello.encode(), plan.heard_by(call.rank))
     if error is not None:
         raise error
 
@@ -93,7 +93,7 @@ def _hear_all(call: Call, text: str, plan: Plan, known: Agreement) -> Exception 
     error: Exception | None = None
     for rank in plan.hears(call.rank):
         try:
-            with call.borrow(f"hello/{rank}") as words:
+            with call.borrow(hello_key(rank)) as words:
                 known.hellos[rank] = hello = Hello.decode(words)
         except DtorchError:
             if error is not None:
@@ -108,7 +108,7 @@ def _hear_all(call: Call, text: str, plan: Plan, known: Agreement) -> Exception 
     return error
 
 
-def _sent_already(call: Call, text: str, plan: Plan, known: Agreement) -> list[str]:
+def _sent_already(call: Call, text: str, plan: Plan, known: Agreement) -> list[Key]:
     """The keys that this rank has to read although it fails.
 
     Who only sends to an uncut target does so without knowing whether all pieces fit, unless it has heard of an error.

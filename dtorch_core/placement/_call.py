@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import Tensor
 
-from dtorch_core.errors import DtorchError
+from dtorch_core._text import rank_list
+from dtorch_core.errors import DtorchError, StoreTimeoutError
 from dtorch_core.placement._shards import Box
 from dtorch_core.store import TensorStore
 
 _lock = threading.Lock()
 _counts: weakref.WeakKeyDictionary[TensorStore, int] = weakref.WeakKeyDictionary()
+
+
+class Key(NamedTuple):
+    """What one rank publishes in one call."""
+
+    sender: int
+    part: str
+
+
+def hello_key(sender: int) -> Key:
+    """What ``sender`` says of its part of the tensor."""
+    return Key(sender, "hello")
+
+
+def data_key(sender: int, region: Box, moved_to: str) -> Key:
+    """One region of what ``sender`` holds, counted from the corner of its piece.
+
+    :param moved_to: the device that the sender moves it to, or an empty string.
+    """
+    return Key(sender, f"{'x'.join(f'{start}-{stop}' for start, stop in region)} {moved_to}")
 
 
 class Call:
@@ -24,39 +47,58 @@ class Call:
 
     def __init__(self, store: TensorStore, function: str) -> None:
         with _lock:
-            number = _counts[store] = _counts.get(store, 0) + 1
+            self._number = _counts[store] = _counts.get(store, 0) + 1
 
         self.store = store
         self.rank = store.rank
         self.function = function
         self.what = f"{function} on store {store.name!r}, rank {store.rank}"
         """Begins every message."""
-        self._prefix = f"dtorch.placement/{number}"
-        self._published: list[str] = []
-        self._expected: dict[str, None] = {}
+        self._published: dict[Key, Sequence[int]] = {}
+        self._expected: dict[Key, None] = {}
 
-    def publish(self, key: str, tensor: Tensor, readers: int, device: str | None = None) -> None:
-        """Set a key of this call for ``readers`` ranks, if there are any.
+    def publish(self, key: Key, tensor: Tensor, readers: Sequence[int], device: str | None = None) -> None:
+        """Set a key for these ranks, if there are any.
 
         :param device: where the readers want it, if it is to be moved on this side.
         """
         if readers:
-            self.store.src_set(f"{self._prefix}/{key}", tensor, readers, dest_device=device)
-            self._published.append(key)
+            self.store.src_set(self._text(key), tensor, len(readers), dest_device=device)
+            self._published[key] = readers
 
-    def expect(self, key: str) -> None:
-        """Note that this rank has to read a key: somebody counts on it."""
+    def expect(self, key: Key) -> None:
+        """Note that this rank has to read a key: its sender counts on it."""
         self._expected[key] = None
 
-    def borrow(self, key: str) -> AbstractContextManager[Tensor]:
-        """Read a key of this call, waiting for it."""
+    @contextmanager
+    def borrow(self, key: Key) -> Iterator[Tensor]:
+        """Read a key, waiting for it.
+
+        :raises StoreTimeoutError: if its sender is late.
+        """
         self._expected.pop(key, None)
-        return self.store.borrow(f"{self._prefix}/{key}")
+        try:
+            tensor = self.store.dest_get(self._text(key))
+        except StoreTimeoutError as late:
+            raise StoreTimeoutError(f"{self.what}: rank {key.sender} has not sent its part: {late}") from None
+
+        try:
+            yield tensor
+        finally:
+            self.store.dest_finish_get(self._text(key))
 
     def finish(self) -> None:
-        """Wait until all that this rank has published has been read."""
-        for key in self._published:
-            self.store.src_wait_until_get_finished(f"{self._prefix}/{key}")
+        """Wait until all that this rank has published has been read.
+
+        :raises StoreTimeoutError: if a reader is late.
+        """
+        for key, readers in self._published.items():
+            try:
+                self.store.src_wait_until_get_finished(self._text(key))
+            except StoreTimeoutError as late:
+                raise StoreTimeoutError(
+                    f"{self.what}: not all of {rank_list(readers)} have read their part: {late}"
+                ) from None
 
     def release(self) -> None:
         """This rank fails: let those go who have sent to it and wait until it has read."""
@@ -65,13 +107,7 @@ class Call:
                 with self.borrow(key):
                     pass
             except DtorchError:
-                # The sender is gone or late; this rank has a better error to raise.
-                return
+                return  # its sender is late or gone; this rank has a better error to raise
 
-
-def data_key(sender: int, region: Box, moved_to: str) -> str:
-    """The key of one region of what ``sender`` holds, counted from the corner of its piece.
-
-    :param moved_to: the device that the sender moves it to, or an empty string.
-    """
-    return f"{sender}/{'x'.join(f'{start}-{stop}' for start, stop in region)}/{moved_to}"
+    def _text(self, key: Key) -> str:
+        return f"dtorch.placement/{self._number}/{key.sender}/{key.part}"

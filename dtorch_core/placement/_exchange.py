@@ -6,7 +6,6 @@ until its readers have finished. Publishing never waits, so no order of the rank
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from dtorch_core.errors import DtorchError
 from dtorch_core.placement._agreement import Agreement, introduce, listen
-from dtorch_core.placement._call import Call, data_key
+from dtorch_core.placement._call import Call, Key, data_key
 from dtorch_core.placement._mesh import Coordinate, Mesh
 from dtorch_core.placement._placements import Spec, partial_op, resolve
 from dtorch_core.placement._plan import Plan, Side, plan_of
@@ -62,7 +61,7 @@ def _publish(call: Call, plan: Plan, known: Agreement, held: Tensor | None) -> N
         return
 
     mine = known.hellos[call.rank]
-    readers: Counter[tuple[Box, str]] = Counter()
+    readers: dict[tuple[Box, str], list[int]] = {}
     for reader in plan.served(call.rank):
         piece = box = whole(mine.shape)
         if plan.target.cuts:
@@ -71,10 +70,11 @@ def _publish(call: Call, plan: Plan, known: Agreement, held: Tensor | None) -> N
 
         common = overlap(piece, box)
         if common is not None:
-            readers[relative(common, piece), plan.moved_to(mine.device_type, reader)] += 1
+            device = plan.moved_to(mine.device_type, reader)
+            readers.setdefault((relative(common, piece), device), []).append(reader)
 
-    for (region, device), count in readers.items():
-        call.publish(data_key(call.rank, region, device), view(held, region), count, device or None)
+    for (region, device), ranks in readers.items():
+        call.publish(data_key(call.rank, region, device), view(held, region), ranks, device or None)
 
 
 def _receive(call: Call, plan: Plan, known: Agreement, held: Tensor | None) -> Tensor | None:
@@ -109,13 +109,13 @@ def _target_box(call: Call, plan: Plan, known: Agreement, rank: int) -> Box:
 
 def _jobs(
     call: Call, plan: Plan, known: Agreement, held: Tensor | None, box: Box
-) -> list[tuple[Box, list[Tensor | str]]]:
+) -> list[tuple[Box, list[Tensor | Key]]]:
     """Each region of the result, and its contributions in mesh order: views of what is held here, or keys to read."""
     shards: dict[Coordinate, list[Coordinate]] = {}
     for cell in plan.holders:
         shards.setdefault(plan.source.shard(cell), []).append(cell)
 
-    jobs: list[tuple[Box, list[Tensor | str]]] = []
+    jobs: list[tuple[Box, list[Tensor | Key]]] = []
     for cells in shards.values():
         piece = known.boxes[cells[0]]
         common = overlap(piece, box)
@@ -124,10 +124,10 @@ def _jobs(
             jobs.append((relative(common, box), parts))
 
     # What is here first: it waits for nobody.
-    return sorted(jobs, key=lambda job: any(isinstance(part, str) for part in job[1]))
+    return sorted(jobs, key=lambda job: any(isinstance(part, Key) for part in job[1]))
 
 
-def _part(call: Call, plan: Plan, known: Agreement, held: Tensor | None, cell: Coordinate, region: Box) -> Tensor | str:
+def _part(call: Call, plan: Plan, known: Agreement, held: Tensor | None, cell: Coordinate, region: Box) -> Tensor | Key:
     if held is not None and call.rank in plan.holders[cell]:
         return view(held, region)
 
@@ -137,9 +137,9 @@ def _part(call: Call, plan: Plan, known: Agreement, held: Tensor | None, cell: C
     return key
 
 
-def _read(call: Call, out: Tensor, parts: Sequence[Tensor | str], op: str | None) -> None:
+def _read(call: Call, out: Tensor, parts: Sequence[Tensor | Key], op: str | None) -> None:
     with ExitStack() as borrows:
-        tensors = [borrows.enter_context(call.borrow(part)) if isinstance(part, str) else part for part in parts]
+        tensors = [borrows.enter_context(call.borrow(part)) if isinstance(part, Key) else part for part in parts]
         if op is None:
             out.copy_(tensors[0])
         else:
