@@ -1,0 +1,5 @@
+from dtorch_core.testing import TensorStoreTests
+
+
+class TestExampleStore(TensorStoreTests):
+    backend = "example"
