@@ -1,10 +1,10 @@
 # For people: `make demo` and `make test`. Each makes the virtual environment it needs; a second run starts at once.
 #
-#   DEVICE=cuda       demo: the device that all ranks share
+#   DEVICE=cuda       demo, bench: the device that all ranks share
 #   TORCH="..."       arguments for pip that bring torch; where not given, the pin in constraints.txt
 #   VENV_SITE=1       use the torch that $(PYTHON) has, and whatever else it has, and download only what is missing:
 #                     for a machine that came with a CUDA build of torch
-#   PYTEST="..."      arguments for pytest
+#   PYTEST="..."      arguments for pytest; BENCH="..." for the benchmarks
 #   PIP_ARGS="..."    arguments for every `pip install`
 
 PYTHON ?= python3
@@ -12,6 +12,7 @@ VENV ?= $(if $(VENV_SITE),.venv-site,.venv)
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEVICE ?= cpu
 PYTEST ?=
+BENCH ?=
 PIP_ARGS ?=
 
 RUN = $(VENV)/bin/python
@@ -20,22 +21,26 @@ PIP = $(RUN) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PINNED = $(if $(VENV_SITE),,-c $(VENV)/constraints.txt)
 MANIFESTS = constraints.txt requirements-demo.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: help demo test cuda lint types clean FORCE
+.PHONY: help demo test cuda bench lint types clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
-	@echo "targets: demo test cuda lint types clean"
+	@echo "targets: demo test cuda bench lint types clean"
 
 demo: $(VENV)/.model
 	DEVICE="$(DEVICE)" $(RUN) -W "ignore:Failed to initialize NumPy" examples/minilm_tensor_parallel.py
 
 test: $(VENV)/.model lint types
-	$(RUN) -m pytest $(PYTEST)
+	$(RUN) -P -m pytest $(PYTEST)
 
 # The tests that need a GPU; they are skipped elsewhere.
 cuda: $(VENV)/.workspace
-	$(RUN) -m pytest -m cuda $(PYTEST)
+	$(RUN) -P -m pytest -m cuda $(PYTEST)
+
+# Measured beside its peers and the machine's own limits; BENCH="--help" says what there is.
+bench: $(VENV)/.workspace
+	$(RUN) -m benchmarks --device $(DEVICE) $(BENCH)
 
 lint: $(VENV)/.tools
 	$(RUN) -m ruff check

@@ -136,7 +136,7 @@ def check_command(block: Block, words: list[str]) -> None:
             assert argument.startswith("-") or (ROOT / argument).exists() or is_distribution(argument), where
     elif command in ("python", "pytest"):
         for argument in arguments:
-            assert argument.startswith("-") or (ROOT / argument).exists(), where
+            assert argument.startswith(("-", "...")) or (ROOT / argument).exists(), where
     else:
         assert shlex.join(words).startswith(SETUP), f"{where}: teach tests/test_readme.py what this needs"
 
