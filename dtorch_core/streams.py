@@ -49,19 +49,35 @@ def copy_to_device(
         return _upload(tensor, target, stream)
 
     queue = stream if stream is not None else torch.cuda.current_stream(tensor.device)
+    if target.type == "cpu":
+        return _download(tensor, queue)
+
     # A stream of the target's device can't queue work of the source's: torch orders the two current streams itself.
     with torch.cuda.stream(queue):
-        if target.type == "cpu":
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copy.copy_(tensor, non_blocking=True)
-        elif target == tensor.device:
-            copy = tensor.clone()
-        else:
-            copy = tensor.to(target, non_blocking=True)
-
-        event = torch.cuda.Event(blocking=target.type == "cpu")
+        keep_until_done(tensor, queue)
+        copy = tensor.to(target, non_blocking=True, copy=True)  # "cuda" may be the device it is on: copy all the same
+        event = torch.cuda.Event()
         event.record(queue)
         return copy, event
+
+
+def _download(tensor: Tensor, queue: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+    # Only a stream of the tensor's own device can queue this copy; one of another device waits before and after.
+    side = queue if queue.device == tensor.device else torch.cuda.Stream(tensor.device)
+    if side is not queue:
+        side.wait_stream(queue)
+
+    with torch.cuda.stream(side):
+        keep_until_done(tensor, side)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record(side)
+
+    if side is not queue:
+        queue.wait_event(event)
+
+    return copy, event
 
 
 def _upload(
@@ -70,7 +86,7 @@ def _upload(
     queue = stream if stream is not None else torch.cuda.current_stream(target)
     # Through pinned memory of our own: the source may be rewritten while the transfer still runs. The caching host
     # allocator keeps the staging memory until the stream has read it.
-    staging = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    staging = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     staging.copy_(tensor)
     with torch.cuda.stream(queue):
         copy = staging.to(target, non_blocking=True)
