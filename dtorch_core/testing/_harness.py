@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
@@ -88,6 +89,9 @@ class Conformance:
         self._skip_unless_declared(request.function)
         if torch.cuda.is_available():
             torch.zeros(1, device=CUDA)  # the driver's own threads and files come now, not in the test
+
+        if "multi_process" in self.declared:
+            resource_tracker.ensure_running()  # so does the helper that multiprocessing starts once
 
         before = Held.now()
         yield

@@ -104,15 +104,17 @@ class AwaitTests(PromiseConformance):
         loops: list[_Loop] = []
         threads = threading.active_count()
         waiting = self.start(lambda: _get(future), loops)
-        asleep(waiting)
-        assert threading.active_count() == threads + 1
-        turns = loops[0].turns
-        asleep(waiting)
-        waiting.thread.join(SHORT)
-        assert waiting.thread.is_alive()
-        assert (loops[0].timers, loops[0].jobs) == (0, 0)
-        assert loops[0].turns == turns <= 5
-        promise.set_result(coded(1, device=self.home))
+        try:
+            asleep(waiting, SHORT)
+            turns = loops[0].turns
+            waiting.thread.join(SHORT)
+            assert waiting.thread.is_alive()
+            assert threading.active_count() == threads + 1
+            assert (loops[0].timers, loops[0].jobs) == (0, 0)
+            assert loops[0].turns == turns <= 5
+        finally:
+            promise.set_result(coded(1, device=self.home))
+
         assert same(waiting.result(self.patience), coded(1, device=self.home))
 
     @requires("await")
@@ -261,7 +263,7 @@ class AwaitTests(PromiseConformance):
     @requires("await")
     @pytest.mark.parametrize("end", ["error", "dropped", "cancel"])
     def test_await_that_was_left_reports_nothing(self, end: str) -> None:
-        """The awaits were cancelled; then the promise fails. No loop is told of an error that nobody fetched."""
+        """The awaits were cancelled, or closed; then the promise fails. No loop hears that nobody fetched the error."""
         held = [self.promise()]
         future = held[0].future()
 
@@ -269,6 +271,10 @@ class AwaitTests(PromiseConformance):
             for _ in range(3):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(future, 0.01)
+
+                closed = _get(future)
+                closed.send(None)
+                closed.close()
 
             if end == "error":
                 held[0].set_exception(ValueError("on purpose"))
