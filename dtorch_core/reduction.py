@@ -54,6 +54,7 @@ _BOOL: dict[str, Callable[..., Tensor]] = {
 }
 # torch computes little with the wide unsigned types; sums, products and bits are the same in the signed twin.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED}
 _HALF = (torch.float16, torch.bfloat16)
 _TOP_BIT = -(2**63)
 
@@ -139,6 +140,9 @@ def rule(op: str, dtype: torch.dtype) -> Rule:
 
     if dtype is torch.bool:
         return _bool_rule(op)
+
+    if not (dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS):
+        raise _refused(op, dtype, "torch computes nothing with this dtype; convert to another one first")
 
     if op in _BITWISE:
         if dtype.is_floating_point or dtype.is_complex:
