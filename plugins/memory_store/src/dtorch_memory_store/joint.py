@@ -22,7 +22,6 @@ from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of
 from dtorch_memory_store.session import Session, wake
 from dtorch_memory_store.waiting import Waiter
 
-
 LINE = "\n"
 """A note's first line says what the work is; the rest is data."""
 
