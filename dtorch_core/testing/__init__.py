@@ -18,12 +18,14 @@ import pytest
 
 if TYPE_CHECKING:
     from dtorch_core.testing._harness import DEVICES, Background, Conformance, asleep, requires, run_ranks, undeclared
+    from dtorch_core.testing._run import Outcome, run_kit
     from dtorch_core.testing.groups import ThreadGroupTests
     from dtorch_core.testing.promises import PromiseTests
     from dtorch_core.testing.stores import TensorStoreTests
 
 _HOMES = {
     "_harness": "DEVICES Background Conformance asleep requires run_ranks undeclared",
+    "_run": "Outcome run_kit",
     "groups": "ThreadGroupTests",
     "promises": "PromiseTests",
     "stores": "TensorStoreTests",
@@ -34,11 +36,13 @@ __all__ = [
     "DEVICES",
     "Background",
     "Conformance",
+    "Outcome",
     "PromiseTests",
     "TensorStoreTests",
     "ThreadGroupTests",
     "asleep",
     "requires",
+    "run_kit",
     "run_ranks",
     "undeclared",
 ]

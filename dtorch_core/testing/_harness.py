@@ -95,7 +95,7 @@ class Conformance:
 
         before = Held.now()
         yield
-        left = left_behind(before)
+        left = left_behind(before, min(5.0, self.patience))
         if left:
             pytest.fail("the test left behind: " + ", ".join(left))
 

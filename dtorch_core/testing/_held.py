@@ -10,9 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-GRACE = 5.0
-"""Seconds that threads have to end after a test."""
-
 _SHM = Path("/dev/shm")
 
 
@@ -31,9 +28,9 @@ class Held:
         return cls(_threads(), _children(), _files(), _names())
 
 
-def left_behind(before: Held) -> list[str]:
-    """A line for each thing that was not held ``before`` and still is, after threads had time to end."""
-    deadline = time.monotonic() + GRACE
+def left_behind(before: Held, grace: float) -> list[str]:
+    """A line for each thing that was not held ``before`` and still is, after threads had ``grace`` seconds to end."""
+    deadline = time.monotonic() + grace
     for thread in _threads() - before.threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 

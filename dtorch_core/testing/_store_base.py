@@ -34,7 +34,11 @@ class StoreConformance(Conformance):
         return "cpu" if "cpu" in self.declared else normal_device(CUDA)
 
     def ranks(
-        self, body: Callable[[TensorStore], T], world_size: int, device: str | None = None, timeout: float | None = None
+        self,
+        body: Callable[[TensorStore], T],
+        world_size: int,
+        device: str | Sequence[str] | None = None,
+        timeout: float | None = None,
     ) -> list[T]:
         """Open a store on every rank, call ``body(store)``, close it; the results by rank.
 
@@ -48,7 +52,9 @@ class StoreConformance(Conformance):
 
         return self.raw_ranks(rank, world_size, device)
 
-    def raw_ranks(self, rank: Callable[[RankContext], T], world_size: int, device: str | None = None) -> list[T]:
+    def raw_ranks(
+        self, rank: Callable[[RankContext], T], world_size: int, device: str | Sequence[str] | None = None
+    ) -> list[T]:
         """``rank(ctx)`` on every rank, for tests that open stores themselves."""
         return run_ranks(rank, world_size, self.patience, devices=device or self.home)
 

@@ -22,24 +22,25 @@ from dtorch_core.store import TensorStore
 from dtorch_core.testing._harness import Background, asleep
 from dtorch_core.testing._store_base import SHORT, StoreConformance, coded, take
 
-Wait = Callable[[TensorStore], object]
+Wait = Callable[..., object]
+"""One of the four below: takes the store and ``timeout``."""
 
 
-def _get(store: TensorStore) -> object:
-    return store.dest_get("wanted")
+def _get(store: TensorStore, timeout: float | None = None) -> object:
+    return store.dest_get("wanted", timeout=timeout)
 
 
-def _finished(store: TensorStore) -> object:
-    """Its key is set before, by :func:`_prepare`."""
-    return store.src_wait_until_get_finished("unread")
+def _finished(store: TensorStore, timeout: float | None = None) -> object:
+    """Its key is set before, by :meth:`EndingTests._prepare`."""
+    return store.src_wait_until_get_finished("unread", timeout=timeout)
 
 
-def _barrier(store: TensorStore) -> object:
-    return store.barrier()
+def _barrier(store: TensorStore, timeout: float | None = None) -> object:
+    return store.barrier(timeout=timeout)
 
 
-def _reset(store: TensorStore) -> object:
-    return store.reset()
+def _reset(store: TensorStore, timeout: float | None = None) -> object:
+    return store.reset(timeout=timeout)
 
 
 WAITS = pytest.mark.parametrize("wait", [_get, _finished, _barrier], ids=["get", "wait", "barrier"])
@@ -57,8 +58,9 @@ class EndingTests(StoreConformance):
 
     # Deadlines
 
+    @pytest.mark.parametrize("given", ["to the store", "to the call"])
     @WAITS_AND_RESET
-    def test_timeout_ends_the_wait_and_says_who_has_not_come(self, wait: Wait) -> None:
+    def test_timeout_ends_the_wait_and_says_who_has_not_come(self, wait: Wait, given: str) -> None:
         over = threading.Event()
 
         def body(store: TensorStore) -> None:
@@ -69,13 +71,13 @@ class EndingTests(StoreConformance):
             self._prepare(store, 0)
             begun = time.monotonic()
             with pytest.raises(StoreTimeoutError, match="rank 1") as caught:
-                wait(store)
+                wait(store) if given == "to the store" else wait(store, timeout=SHORT)
 
             assert isinstance(caught.value, TimeoutError)
-            assert time.monotonic() - begun > 0.9 * SHORT
+            assert 0.9 * SHORT < time.monotonic() - begun < self.patience / 4
             over.set()
 
-        self.ranks(body, 2, timeout=SHORT)
+        self.ranks(body, 2, timeout=SHORT if given == "to the store" else None)
 
     def test_timeout_of_zero_takes_what_is_there(self) -> None:
         def body(store: TensorStore) -> None:

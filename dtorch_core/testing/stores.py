@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dtorch_core.testing._store_capabilities import CapabilityTests
+from dtorch_core.testing._store_cuda import CudaTests
 from dtorch_core.testing._store_ending import EndingTests
 from dtorch_core.testing._store_exchange import ExchangeTests
 from dtorch_core.testing._store_values import ValueTests
 
 
-class TensorStoreTests(ExchangeTests, ValueTests, EndingTests):
+class TensorStoreTests(CapabilityTests, ExchangeTests, ValueTests, EndingTests, CudaTests):
     """The contract of a TensorStore. Subclass it, set ``backend``, and pytest does the rest."""
