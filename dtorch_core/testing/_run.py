@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +50,7 @@ def run_kit(
 ) -> list[Outcome]:
     """Run the kit of ``kind`` against the installed ``backend``, in this process.
 
-    :param select: names of tests, without parameters; all where empty.
+    :param select: names of tests, with or without their parameters; all where empty.
     :param patience: seconds until a test that hangs is ended.
     :param quiet: print nothing.
     :raises NoBackendError: if not exactly one plugin offers it.
@@ -57,13 +59,15 @@ def run_kit(
     installed_spec(kind, backend)
     watch = _Watch(frozenset(select))
     with tempfile.TemporaryDirectory(prefix="dtorch-kit-") as folder, _output(quiet):
-        file = Path(folder, "test_conformance.py")
+        # A name of its own: pytest imports a module once in a process.
+        file = Path(folder, f"test_conformance_{uuid.uuid4().hex}.py")
         file.write_text(FILE.format(kit=KITS[kind], backend=backend, patience=patience))
         # Settings of the project that happens to be here are none of the backend's.
         settings = Path(folder, "pytest.ini")
         settings.write_text("[pytest]\n")
         options = ["-c", str(settings), "--rootdir", folder, "--import-mode=importlib", "-p", "no:cacheprovider"]
         code = pytest.main([str(file), *options], plugins=[watch])
+        sys.modules.pop(file.stem, None)
 
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise DtorchError(f"the kit for the {kind} backend {backend!r} did not run to its end (pytest: {code!r})")
@@ -81,7 +85,7 @@ class _Watch:
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         if self._select:
-            items[:] = [item for item in items if getattr(item, "originalname", item.name) in self._select]
+            items[:] = [item for item in items if {item.name, getattr(item, "originalname", item.name)} & self._select]
 
         for item in items:
             self._words[item.nodeid] = getattr(getattr(item, "function", None), "capabilities", frozenset())
