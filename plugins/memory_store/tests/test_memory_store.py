@@ -232,7 +232,7 @@ class TestLeaving:
                 return
 
             collected.wait(LIMIT)
-            with session.mutex:
+            with session.presence.mutex:
                 gc.collect()
 
             with pytest.raises(PeerLostError, match="rank 1"):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from torch import Tensor
 from dtorch_core import AbortedError, ProtocolError, StoreTimeoutError, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of
-from dtorch_memory_store.session import Session, wake
-from dtorch_memory_store.waiting import Waiter
+from dtorch_memory_store.presence import Presence
+from dtorch_memory_store.waiting import Failure, Waiter, raise_if, settle, wake
 
 LINE = "\n"
 """A note's first line says what the work is; the rest is data."""
@@ -67,11 +68,11 @@ class Call:
         return [rank for rank, offer in enumerate(self.offers) if offer is None]
 
 
-class JointSession(Session):
-    """A session whose ranks also work together."""
+class Joint:
+    """The joint work of one opening's ranks."""
 
-    def __init__(self, name: str, world_size: int) -> None:
-        super().__init__(name, world_size)
+    def __init__(self, presence: Presence) -> None:
+        self.presence = presence
         self._calls: dict[str, Call] = {}
         self._retired: str | None = None
 
@@ -79,25 +80,25 @@ class JointSession(Session):
         """Bring an offer; the last to come does the work. Never waits for another rank."""
         rank = offer.rank
         event = streams.record(offer.tensors[0], stream) if offer.tensors else None
-        with self.mutex:
-            self._check_open(rank)
+        with self.presence.mutex:
+            self.presence.check_open(rank)
             if self._retired is not None:
-                raise AbortedError(f"{self._me(rank)}, {key}: {self._retired}")
+                raise AbortedError(f"{self.presence.me(rank)}, {key}: {self._retired}")
 
-            self._raise_if(self._common_failure(rank, key))
+            raise_if(self.presence.over(rank, key))
             call = self._calls.get(key)
             if call is None:
-                call = self._calls[key] = Call(key, self.world_size)
+                call = self._calls[key] = Call(key, self.presence.world_size)
 
             if call.offers[rank] is not None:
-                raise ProtocolError(f"{self._at(key)}: rank {rank} has brought its part already")
+                raise ProtocolError(f"{self.presence.at(key)}: rank {rank} has brought its part already")
 
             call.offers[rank] = offer
             call.came += 1
             if event is not None:
                 call.events.append((event, offer.tensors[0]))
 
-            last = call.came == self.world_size
+            last = call.came == self.presence.world_size
             if last:
                 del self._calls[key]
 
@@ -115,45 +116,44 @@ class JointSession(Session):
                 self._help(call)
                 helped = True
 
-            with self.mutex:
+            with self.presence.mutex:
                 if call.finished:
                     break
 
                 if call.running and not helped:
                     continue
 
-                started = call.came == self.world_size
-                if not started:
-                    self._raise_if(self.failure(rank, call.missing(), call.key))
-
+                started = call.came == self.presence.world_size
                 waiter = Waiter(rank)
+                if not started:
+                    raise_if(self._why_not_done(call, waiter))
+
                 call.waiters.append(waiter)
 
             # Once all have come the work ends by itself; leaving it would leave this rank's tensors to its writes.
             waiter.sleep(threading.TIMEOUT_MAX if started else deadline - time.monotonic())
-            with self.mutex:
+            with self.presence.mutex:
                 if not waiter.settled:
                     call.waiters.remove(waiter)
-                    if call.came < self.world_size:
+                    if call.came < self.presence.world_size:
                         raise self._give_up(call, rank, timeout)
 
-                self._raise_if(waiter.error)
+                raise_if(waiter.error)
 
         if call.error is not None:
             raise copy_of(call.error)
 
-    def reconsider_more(self) -> list[Waiter]:
-        woken = []
+    def give_up(self) -> list[Waiter]:
+        """Fail the waits that can't end well any more: the waiters to wake. Under the mutex."""
+        failed = []
         for call in self._calls.values():
-            for waiter in call.waiters:
-                failure = self.failure(waiter.rank, call.missing(), call.key)
-                if failure is not None:
-                    waiter.error = failure
-                    woken.append(waiter)
-
+            failed += settle(call.waiters, partial(self._why_not_done, call))
             call.waiters = [waiter for waiter in call.waiters if not waiter.settled]
 
-        return woken
+        return failed
+
+    def _why_not_done(self, call: Call, waiter: Waiter) -> Failure | None:
+        return self.presence.lacks(waiter.rank, call.missing(), call.key)
 
     def _start(self, call: Call, work: Work, stream: torch.cuda.Stream | None) -> None:
         offers = [offer for offer in call.offers if offer is not None]
@@ -174,9 +174,9 @@ class JointSession(Session):
             self._finish(call)
             return
 
-        with self.mutex:
+        with self.presence.mutex:
             call.tasks, call.unfinished, call.running = tasks, len(tasks), True
-            woken = self._settle(call)
+            woken = _all_done(call)
 
         wake(woken)
         self._help(call)
@@ -214,7 +214,7 @@ class JointSession(Session):
 
             done += 1
 
-        with self.mutex:
+        with self.presence.mutex:
             call.unfinished -= done
             over = done and not call.unfinished
 
@@ -222,23 +222,16 @@ class JointSession(Session):
             self._finish(call)
 
     def _finish(self, call: Call) -> None:
-        with self.mutex:
+        with self.presence.mutex:
             call.finished = True
             # Views and closures over every rank's tensors: let them go with the work.
             call.tasks, call.offers = (), []
-            woken = self._settle(call)
+            woken = _all_done(call)
             callbacks, call.callbacks = call.callbacks, []
 
         wake(woken)
         for callback in callbacks:
             callback()
-
-    def _settle(self, call: Call) -> list[Waiter]:
-        woken, call.waiters = call.waiters, []
-        for waiter in woken:
-            waiter.done = True
-
-        return woken
 
     def _give_up(self, call: Call, rank: int, timeout: float) -> Exception:
         missing, offer = rank_list(call.missing()), call.offers[rank]
@@ -247,23 +240,31 @@ class JointSession(Session):
         if self._retired is None:
             self._retired = f"rank {rank} gave up on {what}: {late}"
 
-        return StoreTimeoutError(f"{self._me(rank)}, {what}: {late}")
+        return StoreTimeoutError(f"{self.presence.me(rank)}, {what}: {late}")
+
+
+def _all_done(call: Call) -> list[Waiter]:
+    woken, call.waiters = call.waiters, []
+    for waiter in woken:
+        waiter.done = True
+
+    return woken
 
 
 class MemoryTicket(Ticket):
     """One rank's share in a call."""
 
-    __slots__ = ("_call", "_rank", "_session")
+    __slots__ = ("_call", "_joint", "_rank")
 
-    def __init__(self, session: JointSession, call: Call, rank: int) -> None:
-        self._session = session
+    def __init__(self, joint: Joint, call: Call, rank: int) -> None:
+        self._joint = joint
         self._call = call
         self._rank = rank
 
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
         call = self._call
         if not call.finished or call.error is not None:
-            self._session.wait_for(call, self._rank, timeout)
+            self._joint.wait_for(call, self._rank, timeout)
 
         if call.done_event is not None:
             queue = stream if stream is not None else torch.cuda.current_stream(call.done_event.device)
@@ -276,7 +277,7 @@ class MemoryTicket(Ticket):
         return self._call.finished
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._session.mutex:
+        with self._joint.presence.mutex:
             if not self._call.finished:
                 self._call.callbacks.append(callback)
                 return

@@ -10,9 +10,8 @@ from torch import Tensor
 from dtorch_core import StoreTimeoutError, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.mail import Receipt
-from dtorch_memory_store.joint import JointSession
-from dtorch_memory_store.session import Failure, wake
-from dtorch_memory_store.waiting import Waiter
+from dtorch_memory_store.presence import Presence
+from dtorch_memory_store.waiting import Failure, Waiter, raise_if, settle, wake
 
 
 class Message:
@@ -24,19 +23,19 @@ class Message:
         self.src, self.tag, self.tensor, self.ready = src, tag, tensor, ready
 
 
-class MailSession(JointSession):
-    """A session with a letter box for each rank: messages that wait for a receipt, or receipts for a message."""
+class Letters:
+    """A letter box for each rank: messages that wait for a receipt, or receipts for a message."""
 
-    def __init__(self, name: str, world_size: int) -> None:
-        super().__init__(name, world_size)
-        self._letters: list[list[Message]] = [[] for _ in range(world_size)]
-        self._receipts: list[list[MemoryReceipt]] = [[] for _ in range(world_size)]
+    def __init__(self, presence: Presence) -> None:
+        self.presence = presence
+        self._letters: list[list[Message]] = [[] for _ in range(presence.world_size)]
+        self._receipts: list[list[MemoryReceipt]] = [[] for _ in range(presence.world_size)]
 
     def deliver(self, message: Message, dst: int) -> None:
         """Hand a message to the first receipt that it fits, or leave it in the box."""
-        with self.mutex:
-            self._check_open(message.src)
-            self._raise_if(self._common_failure(message.src, f"send to rank {dst}"))
+        with self.presence.mutex:
+            self.presence.check_open(message.src)
+            raise_if(self.presence.over(message.src, f"send to rank {dst}"))
             receipts = self._receipts[dst]
             receipt = next((receipt for receipt in receipts if receipt.fits(message)), None)
             if receipt is None:
@@ -53,8 +52,8 @@ class MailSession(JointSession):
     def expect(self, rank: int, src: int | None, tag: int) -> MemoryReceipt:
         """A receipt for the next message that fits."""
         receipt = MemoryReceipt(self, rank, src, tag)
-        with self.mutex:
-            self._check_open(rank)
+        with self.presence.mutex:
+            self.presence.check_open(rank)
             letters = self._letters[rank]
             letter = next((letter for letter in letters if receipt.fits(letter)), None)
             if letter is None:
@@ -67,7 +66,7 @@ class MailSession(JointSession):
 
     def withdraw(self, receipt: MemoryReceipt) -> bool:
         """Take a receipt back; False if its message is here."""
-        with self.mutex:
+        with self.presence.mutex:
             if receipt.message is not None:
                 return False
 
@@ -76,29 +75,31 @@ class MailSession(JointSession):
 
     def why_no_message(self, receipt: MemoryReceipt) -> Failure | None:
         """Why nobody can send it any more; None while somebody can."""
-        common = self._common_failure(receipt.rank, receipt.what)
+        common = self.presence.over(receipt.rank, receipt.what)
         if common is not None:
             return common
 
-        senders = {receipt.src} if receipt.src is not None else set(range(self.world_size)) - {receipt.rank}
-        return self._lost(receipt.rank, sorted(senders), receipt.what) if senders and senders <= self._closed else None
+        senders = {receipt.src} if receipt.src is not None else self.presence.others(receipt.rank)
+        if senders and senders <= self.presence.closed:
+            return self.presence.lost(receipt.rank, sorted(senders), receipt.what)
 
-    def reconsider_more(self) -> list[Waiter]:
-        woken = super().reconsider_more()
-        for receipts in self._receipts:
-            for receipt in receipts:
-                failure = self.why_no_message(receipt)
-                if failure is not None:
-                    woken += receipt.fail(failure)
+        return None
 
-        return woken
+    def give_up(self) -> list[Waiter]:
+        """Fail the waits that can't end well any more: the waiters to wake. Under the mutex."""
+        return [
+            waiter
+            for receipts in self._receipts
+            for receipt in receipts
+            for waiter in receipt.give_up(self.why_no_message(receipt))
+        ]
 
 
 class MemoryReceipt(Receipt):
-    """A receipt in a letter box. Its state is guarded by the session's mutex."""
+    """A receipt in a letter box. Its state is guarded by the mutex."""
 
-    def __init__(self, session: MailSession, rank: int, src: int | None, tag: int) -> None:
-        self._session = session
+    def __init__(self, letters: Letters, rank: int, src: int | None, tag: int) -> None:
+        self._letters = letters
         self.rank, self.src, self.tag = rank, src, tag
         self.message: Message | None = None
         self._waiters: list[Waiter] = []
@@ -123,37 +124,33 @@ class MemoryReceipt(Receipt):
         callbacks, self._callbacks = self._callbacks, []
         return woken, callbacks
 
-    def fail(self, failure: Failure) -> list[Waiter]:
-        """It can't come: whom to wake."""
-        woken = [waiter for waiter in self._waiters if not waiter.settled]
-        for waiter in woken:
-            waiter.error = failure
-
-        return woken
+    def give_up(self, failure: Failure | None) -> list[Waiter]:
+        """Fail the waits for it, if there is a failure: whom to wake."""
+        return settle(self._waiters, lambda _: failure)
 
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> tuple[Tensor, int]:
-        session = self._session
+        letters, presence = self._letters, self._letters.presence
         waiter = Waiter(self.rank)
-        with session.mutex:
+        with presence.mutex:
             if self.message is None:
-                session._raise_if(session.why_no_message(self))
+                raise_if(letters.why_no_message(self))
                 self._waiters.append(waiter)
 
         if self.message is None:
             try:
                 waiter.sleep(timeout)
             finally:
-                with session.mutex:
+                with presence.mutex:
                     if waiter in self._waiters:
                         self._waiters.remove(waiter)
 
         message = self.message
         if message is None:
-            session._raise_if(waiter.error)
-            others = set(range(session.world_size)) - {self.rank}
+            raise_if(waiter.error)
+            others = presence.others(self.rank)
             who = f"none of {rank_list(others)} had" if self.src is None else f"rank {self.src} had not"
             raise StoreTimeoutError(
-                f"store {session.name!r}, rank {self.rank}, {self.what}: {who} sent it after {seconds(timeout)}"
+                f"store {presence.name!r}, rank {self.rank}, {self.what}: {who} sent it after {seconds(timeout)}"
             )
 
         streams.order_after(message.ready, message.tensor, stream)
@@ -164,11 +161,11 @@ class MemoryReceipt(Receipt):
         return self.message is not None
 
     def cancel(self) -> bool:
-        return self._session.withdraw(self)
+        return self._letters.withdraw(self)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._session.mutex:
-            if self.message is None and self._session.why_no_message(self) is None:
+        with self._letters.presence.mutex:
+            if self.message is None and self._letters.why_no_message(self) is None:
                 self._callbacks.append(callback)
                 return
 

@@ -14,11 +14,12 @@ from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
 from dtorch_core.checks import check_publish
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
-from dtorch_memory_store.mail import MailSession, Message
-from dtorch_memory_store.session import Publication
+from dtorch_memory_store.keys import Publication
+from dtorch_memory_store.mail import Message
+from dtorch_memory_store.session import Session
 
 # Without a lock: setdefault and pop are atomic, and a lock could be held when the garbage collector closes a handle.
-_sessions: dict[str, MailSession] = {}
+_sessions: dict[str, Session] = {}
 
 
 class MemoryTensorStore(TensorStore):
@@ -28,7 +29,7 @@ class MemoryTensorStore(TensorStore):
         super().__init__(ctx)
         # Whoever comes first names the session; the rendezvous says which one all of them share.
         self._token = ctx.rendezvous.compare_set("session", "", uuid.uuid4().hex).decode()
-        self._session = _sessions.setdefault(self._token, MailSession(ctx.name, ctx.world_size))
+        self._session = _sessions.setdefault(self._token, Session(ctx.name, ctx.world_size))
         # A handle that is dropped says goodbye too.
         self._dropped = weakref.finalize(self, _dropped, self._session, self._token, ctx.rank)
         self._dropped.atexit = False
@@ -56,21 +57,21 @@ class MemoryTensorStore(TensorStore):
             shared, ready = _own_bytes(tensor.detach()), streams.record(tensor, stream)
 
         if ready is not None:
-            self._session.uses_events = True
+            self._session.keys.uses_events = True
 
-        self._session.put(key, Publication(self.rank, shared, get_count, ready))
+        self._session.keys.put(key, Publication(self.rank, shared, get_count, ready))
 
     def src_wait_until_get_finished(
         self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None
     ) -> None:
-        for event in self._session.wait(self.rank, key, self._seconds(timeout)):
+        for event in self._session.keys.wait(self.rank, key, self._seconds(timeout)):
             # The event's own device, not the tensor's: the tensor is gone by now.
             (stream if stream is not None else torch.cuda.current_stream(event.device)).wait_event(event)
 
     def dest_get(
         self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None
     ) -> Tensor:
-        publication = self._session.get(self.rank, key, self._seconds(timeout))
+        publication = self._session.keys.get(self.rank, key, self._seconds(timeout))
         tensor = publication.tensor
         assert tensor is not None, "a tensor is kept while anybody borrows it"
         if publication.ready is not None:
@@ -83,12 +84,12 @@ class MemoryTensorStore(TensorStore):
         return tensor.detach()  # an alias of each consumer's own: metadata is not shared
 
     def dest_finish_get(self, key: str, *, stream: torch.cuda.Stream | None = None) -> None:
-        session, event = self._session, None
-        if session.uses_events:
-            tensor = session.borrowed(self.rank, key)
+        keys, event = self._session.keys, None
+        if keys.uses_events:
+            tensor = keys.borrowed(self.rank, key)
             event = streams.record(tensor, stream) if tensor is not None else None
 
-        session.finish(self.rank, key, event)
+        keys.finish(self.rank, key, event)
 
     def reset(self, *, timeout: float | None = None) -> None:
         self._session.reset(self.rank, self._seconds(timeout))
@@ -120,32 +121,32 @@ class MemoryTensorStore(TensorStore):
         *,
         stream: torch.cuda.Stream | None = None,
     ) -> Ticket:
-        return self._session.post(key, Offer(self.rank, note, tuple(tensors)), work, stream)
+        return self._session.joint.post(key, Offer(self.rank, note, tuple(tensors)), work, stream)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, stream: torch.cuda.Stream | None = None) -> None:
         with torch.cuda.stream(stream):
             copy = tensor.detach().clone(memory_format=torch.contiguous_format)
 
-        self._session.deliver(Message(self.rank, tag, copy, streams.record(copy, stream)), dst)
+        self._session.letters.deliver(Message(self.rank, tag, copy, streams.record(copy, stream)), dst)
 
     def expect(self, src: int | None, tag: int) -> Receipt:
-        return self._session.expect(self.rank, src, tag)
+        return self._session.letters.expect(self.rank, src, tag)
 
     def _seconds(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout
 
 
-def _dropped(session: MailSession, token: str, rank: int) -> None:
+def _dropped(session: Session, token: str, rank: int) -> None:
     # The garbage collector calls this wherever a thread happens to be, also inside the mutex that _leave takes.
-    if session.mutex.acquire(blocking=False):
-        session.mutex.release()
+    if session.presence.mutex.acquire(blocking=False):
+        session.presence.mutex.release()
         _leave(session, token, rank)
     else:
         name = f"goodbye of rank {rank}"
         threading.Thread(target=_leave, args=(session, token, rank), name=name, daemon=True).start()
 
 
-def _leave(session: MailSession, token: str, rank: int) -> None:
+def _leave(session: Session, token: str, rank: int) -> None:
     session.close(rank)
     _sessions.pop(token, None)
 

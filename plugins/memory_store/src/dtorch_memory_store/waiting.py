@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+Failure = Callable[[], Exception]
+"""Makes the error of a wait that can't end well: a fresh one for each thread."""
 
 
 class Waiter:
@@ -15,11 +18,11 @@ class Waiter:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.done = False
-        """What was waited for has come. Written under the session's mutex."""
+        """What was waited for has come. Written under the mutex."""
         self.result: Any = None
         """What comes with ``done``."""
-        self.error: Callable[[], Exception] | None = None
-        """Why it never will. Written under the session's mutex; makes a fresh error for this thread."""
+        self.error: Failure | None = None
+        """Why it never will. Written under the mutex; makes a fresh error for this thread."""
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -37,33 +40,25 @@ class Waiter:
         self._lock.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX)))
 
 
-class Gate:
-    """A barrier: opens when all ranks stand before it; a rank that gives up can come back."""
+def settle(waiters: Iterable[Waiter], failure_of: Callable[[Waiter], Failure | None]) -> list[Waiter]:
+    """Fail those that have no outcome yet and for which there is a failure: the waiters to wake. Under the mutex."""
+    failed = []
+    for waiter in waiters:
+        failure = None if waiter.settled else failure_of(waiter)
+        if failure is not None:
+            waiter.error = failure
+            failed.append(waiter)
 
-    def __init__(self, name: str, world_size: int) -> None:
-        self.name = name
-        self._world_size = world_size
-        self.waiters: dict[int, Waiter] = {}
+    return failed
 
-    def missing(self) -> list[int]:
-        """The ranks that are not here."""
-        return [rank for rank in range(self._world_size) if rank not in self.waiters]
 
-    def arrive(self, rank: int) -> Waiter:
-        """Stand before the gate. The last one finds its waiter done already."""
-        waiter = self.waiters[rank] = Waiter(rank)
-        waiter.done = not self.missing()
-        return waiter
+def wake(waiters: Iterable[Waiter]) -> None:
+    """Wake settled waiters; outside the mutex."""
+    for waiter in waiters:
+        waiter.wake()
 
-    def turn_away(self) -> None:
-        """Those that have failed no longer stand here: a rank can come back before its thread has woken."""
-        self.waiters = {rank: waiter for rank, waiter in self.waiters.items() if waiter.error is None}
 
-    def open(self) -> list[Waiter]:
-        """Let everybody through: the waiters to wake."""
-        waiters = list(self.waiters.values())
-        self.waiters.clear()
-        for waiter in waiters:
-            waiter.done = True
-
-        return waiters
+def raise_if(failure: Failure | None) -> None:
+    """Raise a failure, if there is one."""
+    if failure is not None:
+        raise failure()
