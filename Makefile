@@ -40,7 +40,7 @@ cuda: $(VENV)/.workspace
 
 # Measured beside its peers and the machine's own limits; BENCH="--help" says what there is.
 bench: $(VENV)/.workspace
-	$(RUN) -m benchmarks --device $(DEVICE) $(BENCH)
+	$(RUN) -W "ignore:Failed to initialize NumPy" -m benchmarks --device "$(DEVICE)" $(BENCH)
 
 lint: $(VENV)/.tools
 	$(RUN) -m ruff check

@@ -1,0 +1,109 @@
+"""The collectives that are measured: their tensors, and how a c10d process group is called for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One line of the table."""
+
+    operation: str
+    nbytes: int
+    """Bytes of each rank's input; 0 for the barrier."""
+    ranks: int
+    device: str
+
+    @property
+    def small(self) -> bool:
+        """Its cost is that of the threads' hand-offs, not of the bytes."""
+        return self.nbytes <= 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """One rank's tensors, in memory that is mapped already."""
+
+    given: Tensor
+    taken: Tensor
+    """What the operation writes, if not ``given``."""
+
+    @classmethod
+    def of(cls, cell: Cell, rank: int) -> Buffers:
+        given = torch.arange(cell.nbytes // 4, dtype=torch.float32, device=cell.device)
+        given.remainder_(1000).add_(1000 * rank)
+        share = {"all_gather": cell.ranks * given.numel(), "all_to_all": given.numel()}
+        share["reduce_scatter"] = given.numel() // cell.ranks
+        taken = torch.empty(share.get(cell.operation, 0), dtype=torch.float32, device=cell.device).fill_(-1)
+        return cls(given, taken)
+
+
+def call(cell: Cell, group: dist.ProcessGroup, buffers: Buffers) -> Callable[[], object]:
+    """One collective on a process group, waited for, on the device too."""
+    begin = _begin(cell, group, buffers)
+    if cell.device == "cpu":
+        return lambda: begin().wait()
+
+    device = torch.device(cell.device)
+
+    def call_and_wait() -> None:
+        begin().wait()
+        torch.cuda.synchronize(device)
+
+    return call_and_wait
+
+
+def _begin(cell: Cell, group: dist.ProcessGroup, buffers: Buffers) -> Callable[[], Any]:
+    given, taken = buffers.given, buffers.taken
+    if cell.operation == "all_reduce":
+        return lambda: group.allreduce([given], c10d.AllreduceOptions())
+
+    if cell.operation == "all_gather":
+        outputs = list(taken.chunk(cell.ranks))
+        return lambda: group.allgather([outputs], [given], c10d.AllgatherOptions())
+
+    if cell.operation == "reduce_scatter":
+        parts = list(given.chunk(cell.ranks))
+        return lambda: group.reduce_scatter([taken], [parts], c10d.ReduceScatterOptions())
+
+    if cell.operation == "all_to_all":
+        parts, outputs = list(given.chunk(cell.ranks)), list(taken.chunk(cell.ranks))
+        return lambda: group.alltoall(outputs, parts, c10d.AllToAllOptions())
+
+    if cell.operation == "broadcast":
+        return lambda: group.broadcast([given], c10d.BroadcastOptions())
+
+    return lambda: group.barrier(c10d.BarrierOptions())
+
+
+def check(cell: Cell, rank: int, buffers: Buffers, inputs: Sequence[Tensor]) -> None:
+    """A call on these inputs gave the right values: what is measured is the collective, not its absence.
+
+    :raises AssertionError: if not.
+    """
+    parts = [given.chunk(cell.ranks)[rank] for given in inputs] if cell.nbytes else list(inputs)
+    found, wanted = {
+        "all_reduce": lambda: (buffers.given, sum(inputs[1:], inputs[0])),
+        "all_gather": lambda: (buffers.taken, torch.cat(list(inputs))),
+        "reduce_scatter": lambda: (buffers.taken, sum(parts[1:], parts[0])),
+        "all_to_all": lambda: (buffers.taken, torch.cat(parts)),
+        "broadcast": lambda: (buffers.given, inputs[0]),
+        "barrier": lambda: (buffers.given, inputs[rank]),
+    }[cell.operation]()
+    if not torch.equal(found, wanted):
+        raise AssertionError(f"{cell}: rank {rank} has wrong values")
+
+
+def size(nbytes: int) -> str:
+    """``64 MiB``."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
