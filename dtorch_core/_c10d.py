@@ -1,14 +1,27 @@
-"""Calls a c10d process group's methods under the names that the installed torch, or the group, has for them."""
+"""Calls a c10d process group's methods under the names, and with the layouts, that it takes.
+
+Many groups read and write a tensor's memory as if it were contiguous, and are wrong in silence where it is not. A
+group without :mod:`dtorch_core._extras` gets contiguous stand-ins instead, and results are copied to where they belong
+when the Work is waited for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+from dtorch_core import streams
+from dtorch_core._extras import extras
+from dtorch_core._text import seconds
+from dtorch_core.errors import DtorchError, StoreTimeoutError
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -39,46 +52,177 @@ def options(
 
 
 def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: str, timeout: float) -> dist.Work:
-    return group.allreduce([tensor], options("AllreduceOptions", timeout, op=op))
+    opts = options("AllreduceOptions", timeout, op=op)
+    return _called(group, timeout, lambda lay: group.allreduce([lay.both(tensor)], opts))
 
 
 def reduce(group: dist.ProcessGroup, tensor: Tensor, op: str, root: int, timeout: float) -> dist.Work:
-    return group.reduce([tensor], options("ReduceOptions", timeout, op=op, root=root))
+    opts = options("ReduceOptions", timeout, op=op, root=root)
+    return _called(group, timeout, lambda lay: group.reduce([lay.both(tensor)], opts))
 
 
 def broadcast(group: dist.ProcessGroup, tensor: Tensor, root: int, timeout: float) -> dist.Work:
-    return group.broadcast([tensor], options("BroadcastOptions", timeout, root=root))
+    opts = options("BroadcastOptions", timeout, root=root)
+    return _called(group, timeout, lambda lay: group.broadcast([lay.both(tensor)], opts))
 
 
 def all_gather(group: dist.ProcessGroup, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> dist.Work:
-    return group.allgather([list(outputs)], [tensor], options("AllgatherOptions", timeout))
+    opts = options("AllgatherOptions", timeout)
+    return _called(group, timeout, lambda lay: group.allgather([lay.outputs(outputs)], lay.inputs([tensor]), opts))
 
 
 def reduce_scatter(
     group: dist.ProcessGroup, output: Tensor, inputs: Sequence[Tensor], op: str, timeout: float
 ) -> dist.Work:
-    return group.reduce_scatter([output], [list(inputs)], options("ReduceScatterOptions", timeout, op=op))
+    opts = options("ReduceScatterOptions", timeout, op=op)
+    return _called(group, timeout, lambda lay: group.reduce_scatter(lay.outputs([output]), [lay.inputs(inputs)], opts))
 
 
 def all_to_all(
     group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
 ) -> dist.Work:
-    return group.alltoall(list(outputs), list(inputs), options("AllToAllOptions", timeout))
+    opts = options("AllToAllOptions", timeout)
+    return _called(group, timeout, lambda lay: group.alltoall(lay.outputs(outputs), lay.inputs(inputs), opts))
 
 
 def gather(
     group: dist.ProcessGroup, outputs: Sequence[Tensor] | None, tensor: Tensor, root: int, timeout: float
 ) -> dist.Work:
-    lists = [] if outputs is None else [list(outputs)]
-    return group.gather(lists, [tensor], options("GatherOptions", timeout, root=root))
+    opts = options("GatherOptions", timeout, root=root)
+    return _called(
+        group,
+        timeout,
+        lambda lay: group.gather([] if outputs is None else [lay.outputs(outputs)], lay.inputs([tensor]), opts),
+    )
 
 
 def scatter(
     group: dist.ProcessGroup, output: Tensor, inputs: Sequence[Tensor] | None, root: int, timeout: float
 ) -> dist.Work:
-    lists = [] if inputs is None else [list(inputs)]
-    return group.scatter([output], lists, options("ScatterOptions", timeout, root=root))
+    opts = options("ScatterOptions", timeout, root=root)
+    return _called(
+        group,
+        timeout,
+        lambda lay: group.scatter(lay.outputs([output]), [] if inputs is None else [lay.inputs(inputs)], opts),
+    )
 
 
 def barrier(group: dist.ProcessGroup, timeout: float) -> dist.Work:
-    return group.barrier(options("BarrierOptions", timeout))
+    return _called(group, timeout, lambda _: group.barrier(options("BarrierOptions", timeout)))
+
+
+class _AsTheyAre:
+    """For a group that takes any layout."""
+
+    def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    outputs = inputs
+
+    def both(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class _StandIns:
+    """Contiguous tensors in the place of others, and where their values belong afterwards."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.cuda = False
+
+    def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+
+    def outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self._instead(tensor) for tensor in tensors]
+
+    def both(self, tensor: Tensor) -> Tensor:
+        """For one that is read and written."""
+        twin = self._instead(tensor)
+        return twin if twin is tensor else twin.copy_(tensor)
+
+    def _instead(self, tensor: Tensor) -> Tensor:
+        self.cuda = self.cuda or tensor.is_cuda
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return tensor
+
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self.pairs.append((tensor, twin))
+        return twin
+
+
+_AS_THEY_ARE = _AsTheyAre()
+Layouts = _AsTheyAre | _StandIns
+
+
+def _called(group: dist.ProcessGroup, timeout: float, call: Callable[[Layouts], dist.Work]) -> dist.Work:
+    if extras(group) is not None:
+        return call(_AS_THEY_ARE)
+
+    stand_ins = _StandIns()
+    work = call(stand_ins)
+    # It has what is used of a Work.
+    return ForeignWork(work, timeout, stand_ins.cuda, stand_ins.pairs)  # type: ignore[return-value]
+
+
+class ForeignWork:
+    """A Work of a group that is not ours: late is StoreTimeoutError, and results go to where they belong."""
+
+    def __init__(
+        self, work: dist.Work, timeout: float, cuda: bool, pairs: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        self._work, self._timeout, self._cuda, self._pairs = work, timeout, cuda, pairs
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._stored: list[torch.cuda.Event | None] = []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As c10d's; may be called again, from any stream."""
+        began = self._began if timeout is None else time.monotonic()
+        limit = self._timeout if timeout is None else timeout.total_seconds()
+        try:
+            if timeout is None or self._cuda:
+                self._work.wait()  # with a time, NCCL's would block the host until the GPU is done
+            else:
+                self._work.wait(timeout)
+        except DtorchError:
+            raise
+        except RuntimeError as error:
+            # c10d has no error of its own for this, and its texts differ from group to group. Its clocks start earlier.
+            if time.monotonic() - began < 0.9 * limit:
+                raise
+
+            raise StoreTimeoutError(f"not every rank had come after {seconds(limit)}: {error}") from error
+
+        self._store()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Done when the results are where they belong."""
+
+        def store(future: torch.futures.Future[Any]) -> Any:  # noqa: ANN401
+            self._store()
+            return future.value()
+
+        return self._work.get_future().then(store)
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    def _store(self) -> None:
+        if not self._pairs:
+            return
+
+        with self._lock:
+            if not self._stored:
+                for target, twin in self._pairs:
+                    target.copy_(twin)
+
+                self._stored = [streams.record(target) for target, _ in self._pairs]
+                return
+
+        for event, (target, _) in zip(self._stored, self._pairs, strict=True):
+            streams.order_after(event, target)

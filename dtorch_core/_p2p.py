@@ -1,82 +1,118 @@
 """Messages of any shape over a c10d process group.
 
-A group that can receive without knowing the shape says so by having ``receive``; over any other one a header with
-the shape goes first.
+A group that can receive without knowing the shape does so (see :mod:`dtorch_core._extras`); over any other one a
+header with the shape goes first.
 """
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtorch_core._c10d import ForeignWork
+from dtorch_core._extras import extras
 from dtorch_core._shapes import Shape, describe
 from dtorch_core.errors import CollectiveMismatchError
 
-_HEADER = 16
-_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
+_HEADER = 66
+"""Numbers in a header: dtype, dims, and as many sizes as a tensor can have."""
+
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
-@runtime_checkable
-class SupportsReceive(Protocol):
-    """What a process group may offer besides c10d's methods."""
-
-    def receive(self, src: int | None, tag: int, buffer: Tensor | None = None) -> Any:  # noqa: ANN401 - a c10d Work
-        """A Work whose result is the next message of ``src``, whatever its shape, and that can be cancelled."""
-
-
-def send(group: dist.ProcessGroup, tensor: Tensor, dst: int, tag: int) -> dist.Work:
+def send(group: dist.ProcessGroup, tensor: Tensor, dst: int, tag: int, timeout: float) -> dist.Work:
     """Send a message that :func:`receive` understands."""
-    if not isinstance(group, SupportsReceive):
-        sizes = [*tensor.shape, *[0] * (_HEADER - 2 - tensor.dim())]
-        header = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *sizes], device=tensor.device)
-        group.send([header], dst, tag).wait()
+    if extras(group) is not None:
+        return group.send([tensor], dst, tag)
 
-    return group.send([tensor.contiguous()], dst, tag)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    sizes = [*plain.shape, *[0] * (_HEADER - 2 - plain.dim())]
+    header = torch.tensor([_DTYPES.index(plain.dtype), plain.dim(), *sizes], device=plain.device)
+    ForeignWork(group.send([header], dst, tag), timeout, tensor.is_cuda).wait()
+    return ForeignWork(group.send([plain], dst, tag), timeout, tensor.is_cuda)  # type: ignore[return-value]
 
 
-def receive(group: dist.ProcessGroup, device: str, src: int | None, tag: int, out: Tensor | None) -> Any:  # noqa: ANN401
+def receive(
+    group: dist.ProcessGroup, device: str, src: int | None, tag: int, out: Tensor | None, timeout: float
+) -> Any:  # noqa: ANN401
     """A Work whose result is the message."""
-    if isinstance(group, SupportsReceive):
-        return group.receive(src, tag, out)
-
-    return _HeaderThenTensor(group, device, src, tag, out)
+    own = extras(group)
+    return _HeaderThenTensor(group, device, src, tag, out, timeout) if own is None else own.receive(src, tag, out)
 
 
 class _HeaderThenTensor:
     """Receives when it is waited for: the second receive needs the first one's shape."""
 
-    def __init__(self, group: dist.ProcessGroup, device: str, src: int | None, tag: int, out: Tensor | None) -> None:
-        self._group, self._src, self._tag, self._out = group, src, tag, out
+    def __init__(
+        self, group: dist.ProcessGroup, device: str, src: int | None, tag: int, out: Tensor | None, timeout: float
+    ) -> None:
+        self._group, self._src, self._tag, self._out, self._timeout = group, src, tag, out, timeout
         self._header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
         header = [self._header]
-        self._pending = group.recv_anysource(header, tag) if src is None else group.recv(header, src, tag)
+        pending = group.recv_anysource(header, tag) if src is None else group.recv(header, src, tag)
+        self._pending = ForeignWork(pending, timeout, self._header.is_cuda)
+        self._lock = threading.Lock()
+        self._coming: tuple[int, Shape] | None = None
         self._message: Tensor | None = None
+        self._result: Tensor | None = None
 
     def wait(self, timeout: timedelta) -> bool:
-        if self._message is None:
-            self._pending.wait(timeout)
-            src = self._pending._source_rank() if self._src is None else self._src
-            dtype, dims, *sizes = self._header.tolist()
-            shape = Shape(_DTYPES[dtype], tuple(sizes[:dims]))
-            message = shape.empty(self._header.device) if self._out is None else self._out
-            if Shape.of(message) != shape:
-                raise CollectiveMismatchError(f"recv: rank {src} sent {shape}, and out= is {describe(message)}")
-
-            self._group.recv([message], src, self._tag).wait(timeout)
-            self._message = message
+        with self._lock:
+            if self._result is None:
+                self._result = self._received(timeout)
 
         return True
 
     def result(self) -> list[Tensor | None]:
-        return [self._message]
+        return [self._result]
 
     def is_completed(self) -> bool:
-        return self._message is not None
+        return self._result is not None
+
+    def get_future(self) -> torch.futures.Future[list[Tensor | None]]:
+        """Done when a thread of its own has waited."""
+        devices = [self._header.device] if self._header.is_cuda else None
+        future: torch.futures.Future[list[Tensor | None]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+
+        def follow() -> None:
+            try:
+                self.wait(timedelta(seconds=self._timeout))
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(self.result())
+
+        threading.Thread(target=follow, name=f"receives from {self._src}", daemon=True).start()
+        return future
 
     def cancel(self) -> bool:
         """c10d has no way to take a receive back."""
         return False
+
+    def _received(self, timeout: timedelta) -> Tensor:
+        if self._coming is None:
+            self._pending.wait(timeout)
+            dtype, dims, *sizes = self._header.tolist()
+            src = self._pending._source_rank() if self._src is None else self._src
+            self._coming = src, Shape(_DTYPES[dtype], tuple(sizes[:dims]))
+
+        src, shape = self._coming
+        if self._message is None:
+            message = shape.empty(self._header.device)
+            ForeignWork(self._group.recv([message], src, self._tag), self._timeout, message.is_cuda).wait(timeout)
+            self._message = message
+
+        if self._out is None:
+            return self._message
+
+        # Only now: a message that does not fit is out of the way of the next one.
+        if Shape.of(self._out) != shape:
+            raise CollectiveMismatchError(f"recv: rank {src} sent {shape}, and out= is {describe(self._out)}")
+
+        self._out.detach().copy_(self._message)
+        return self._out

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dtorch_core._text import rank_list
-from dtorch_core.errors import CollectiveMismatchError, UnsupportedTensorError
+from dtorch_core.errors import CollectiveMismatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Shape:
         return torch.empty(self.sizes, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.sizes)}"
+        return f"{str(self.dtype)[6:]}{list(self.sizes)}"  # without "torch."
 
 
 def write(tensors: Sequence[Tensor]) -> str:
@@ -50,18 +50,30 @@ def read(texts: Sequence[str]) -> list[list[Shape]]:
     return [[Shape.from_json(fields) for fields in json.loads(text)] for text in texts]
 
 
-def describe(tensor: Tensor) -> str:
-    """``float32[2, 3]``."""
-    return str(Shape.of(tensor)) if isinstance(tensor, Tensor) else type(tensor).__name__
+def describe(tensor: object) -> str:
+    """``float32[2, 3]``; the type of what is no tensor."""
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
 
 
-def own_dim(dim: int, tensor: Tensor) -> int:
+def describe_all(tensors: object) -> str:
+    """``float32[2], float32[3]``; several alike as ``3 x float32[2]``."""
+    if not isinstance(tensors, Sequence):
+        return describe(tensors)
+
+    texts = [describe(tensor) for tensor in tensors]
+    return f"{len(texts)} x {texts[0]}" if len(texts) > 1 and len(set(texts)) == 1 else ", ".join(texts)
+
+
+def own_dim(label: str, dim: int, tensor: Tensor) -> int:
     """``dim`` counted from the front.
 
     :raises ValueError: if the tensor has no such dim.
     """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{label}: a dim is an int, not {dim!r}")
+
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"dim {dim} is not one of the {tensor.dim()} of {describe(tensor)}")
+        raise ValueError(f"{label}: dim {dim} is not one of the {tensor.dim()} of {describe(tensor)}")
 
     return dim % tensor.dim()
 
@@ -72,49 +84,33 @@ def chunk_sizes(size: int, parts: int) -> list[int]:
     return [max(0, min(full, size - part * full)) for part in range(parts)]
 
 
-def joined(label: str, shapes: Sequence[Shape], dim: int) -> list[int]:
-    """The sizes of all ranks' tensors put together along ``dim``.
+def joined(label: str, shapes: Sequence[Shape], dim: int) -> Shape:
+    """The shape of all ranks' tensors put together along ``dim``.
 
     :raises CollectiveMismatchError: if they differ in more than their size along ``dim``; the odd ranks are named.
     """
 
-    def rest(shape: Shape) -> object:
-        return shape.dtype, len(shape.sizes), shape.sizes[:dim], shape.sizes[dim + 1 :]
-
-    check_alike(label, shapes, rest, f"they may differ along dim {dim} only")
-    whole = list(shapes[0].sizes)
-    whole[dim] = sum(shape.sizes[dim] for shape in shapes)
-    return whole
+    rests = [(shape.dtype, len(shape.sizes), shape.sizes[:dim], shape.sizes[dim + 1 :]) for shape in shapes]
+    _check_alike(label, rests, shapes, f"they may differ along dim {dim} only")
+    sizes = list(shapes[0].sizes)
+    sizes[dim] = sum(shape.sizes[dim] for shape in shapes)
+    return Shape(shapes[0].dtype, tuple(sizes))
 
 
-def check_alike(label: str, shapes: Sequence[Shape], key: Callable[[Shape], object], rule: str) -> None:
-    """Every rank's shape has the same ``key``.
+def one_dtype(label: str, shapes: Sequence[Shape]) -> None:
+    """All ranks' tensors have one dtype.
 
     :raises CollectiveMismatchError: if not; the odd ranks are named.
     """
-    keys = [key(shape) for shape in shapes]
+    _check_alike(label, [shape.dtype for shape in shapes], shapes, "they must have one dtype")
+
+
+def _check_alike(label: str, keys: Sequence[object], shapes: Sequence[Shape], rule: str) -> None:
     if len(set(keys)) == 1:
         return
 
     (usual, often), *_ = Counter(keys).most_common()
-    odd = [rank for rank, found in enumerate(keys) if found != usual]
-    who = f"{rank_list(odd)} does not fit the others" if often > len(odd) else "the ranks' tensors do not fit"
+    odd = [rank for rank, key in enumerate(keys) if key != usual]
+    who = f"unlike the others: {rank_list(odd)}" if often > len(odd) else "the ranks' tensors do not fit"
     table = "\n".join(f"  rank {rank}: {shape}" for rank, shape in enumerate(shapes))
     raise CollectiveMismatchError(f"{label}: {who}; {rule}\n{table}")
-
-
-def result_memory(call: str, out: Tensor | None, like: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Memory for a result: ``out`` if it fits, else new.
-
-    :raises UnsupportedTensorError: if ``out`` has another shape, dtype or device.
-    """
-    if out is None:
-        return torch.empty(tuple(sizes), dtype=like.dtype, device=like.device)
-
-    if tuple(out.shape) != tuple(sizes) or out.dtype != like.dtype or out.device != like.device:
-        wanted = Shape(like.dtype, tuple(sizes))
-        raise UnsupportedTensorError(
-            f"{call}: out= is {describe(out)} on {out.device}, the result is {wanted} on {like.device}"
-        )
-
-    return out.detach()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,22 +18,27 @@ from dtorch_core.errors import StoreTimeoutError
 
 T = TypeVar("T")
 Started = tuple[dist.Work, Callable[[], T]]
-"""A c10d Work under way, and what makes the result of the call once it is done."""
+"""A c10d Work under way, and what gives the result of the call once it is done; that may be asked more than once."""
 
 
 class Work(Generic[T]):
     """A collective under way. Many may be; each ends by itself, whether anybody waits for it or not."""
 
-    def __init__(self, notes: Notes | None, start: Callable[[Sequence[str]], Started[T]], timeout: float) -> None:
+    def __init__(
+        self, notes: Notes | None, start: Callable[[Sequence[str]], Started[T]], timeout: float, device: str
+    ) -> None:
         self._notes, self._start, self._timeout = notes, start, timeout
+        self._device = torch.device(device)
         self._started: Future[Started[T]] = Future()
-        self._result: list[T] = []
-        # What follows an exchange is queued by whichever thread ends the exchange, but on this rank's stream.
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         if notes is None:
             self._started.set_result(start(()))
-        else:
-            notes.add_done_callback(self._begin)
+            return
+
+        # What follows an exchange is begun by whichever thread ends the exchange, but as this rank's thread would.
+        self._inference = torch.is_inference_mode_enabled()
+        cuda = self._device.type == "cuda"
+        self._on_own_stream = partial(torch.cuda.stream, torch.cuda.current_stream(self._device)) if cuda else nullcontext
+        notes.add_done_callback(self._begin)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait for the end; True. On CUDA the current stream waits, the host does not.
@@ -44,21 +51,23 @@ class Work(Generic[T]):
         if self._notes is not None:
             self._notes.wait(_left(deadline))
 
+        # All have come: what has to happen before it has begun waits for no other rank.
         try:
-            work, _ = self._started.result(_left(deadline))
+            work, finish = self._started.result(max(self._timeout, _left(deadline)))
         except TimeoutError as error:
+            if self._started.done():
+                raise  # what it raised
+
             raise StoreTimeoutError("the sizes are here, but this call's second part has not begun in time") from error
 
         work.wait(timedelta(seconds=_left(deadline)))
+        finish()
         return True
 
     def result(self) -> T:
         """What the blocking call returns; waits for it."""
         self.wait()
-        if not self._result:
-            self._result.append(self._started.result()[1]())
-
-        return self._result[0]
+        return self._started.result()[1]()
 
     def is_completed(self) -> bool:
         """It is over, well or not."""
@@ -81,13 +90,16 @@ class Work(Generic[T]):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A torch future of the result."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        devices = [self._device] if self._device.type == "cuda" else None
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
 
         def fulfil(_: object = None) -> None:
             try:
-                future.set_result(self.result())
+                result = self.result()
             except Exception as error:
                 future.set_exception(error)
+            else:
+                future.set_result(result)
 
         def follow(started: Future[Started[T]]) -> None:
             if started.exception() is None:
@@ -101,7 +113,7 @@ class Work(Generic[T]):
     def _begin(self) -> None:
         assert self._notes is not None
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.inference_mode(self._inference), self._on_own_stream():
                 started = self._start(self._notes.texts())
         except BaseException as error:
             self._started.set_exception(error)

@@ -7,34 +7,38 @@ checks of the arguments, and Works that carry what the blocking call returns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import _c10d, _notes, _p2p
+from dtorch_core import _c10d, _p2p
 from dtorch_core._context import BackendContext
+from dtorch_core._extras import extras
+from dtorch_core._group_calls import GroupCalls, Prepared
+from dtorch_core._memory import Memory, same_place
 from dtorch_core._opening import open_backend
-from dtorch_core._selector import spec_of
-from dtorch_core._shapes import Shape, check_alike, chunk_sizes, describe, joined, own_dim, read, result_memory, write
-from dtorch_core._text import rank_list
-from dtorch_core._work import Started, Work
-from dtorch_core.checks import check_tensor
-from dtorch_core.errors import PluginError, StoreTimeoutError, UnsupportedOperationError
-from dtorch_core.reduction import rule
+from dtorch_core._shapes import (
+    Shape,
+    chunk_sizes,
+    describe,
+    describe_all,
+    joined,
+    one_dtype,
+    own_dim,
+    read,
+    write,
+)
+from dtorch_core._work import Work
+from dtorch_core.errors import PluginError, StoreTimeoutError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-T = TypeVar("T")
-Launch = Callable[[], dist.Work]
-Prepared = tuple[Launch, Callable[[], T]]
-"""What starts the c10d collective, and what gives the call's result once it is done."""
 
-
-class ThreadGroup:
+class ThreadGroup(GroupCalls):
     """One rank's handle on a group of ranks. Inputs are never changed, unless ``out`` is the input itself.
 
     Every collective takes ``timeout`` (seconds; None is the group's) and ``async_op=True``, which returns a
@@ -47,17 +51,7 @@ class ThreadGroup:
     """
 
     def __init__(self, process_group: dist.ProcessGroup, ctx: BackendContext) -> None:
-        self.process_group = process_group
-        """The c10d process group under it, for DeviceMesh, DTensor, DDP and the like."""
-        self.name = ctx.name
-        self.rank = ctx.rank
-        self.world_size = ctx.world_size
-        self.device = ctx.device
-        self.topology = ctx.topology
-        self.selection = ctx.selection
-        self.backend = ctx.selection.chosen or ""
-        self.timeout = ctx.timeout
-        self._capabilities = spec_of(ctx.selection).capabilities
+        super().__init__(process_group, ctx)
         self._rendezvous = ctx.rendezvous
         self._splits = itertools.count()
         self._closed = False
@@ -75,14 +69,14 @@ class ThreadGroup:
 
         :raises UnsupportedTensorError: if the op has no meaning on this dtype.
         """
-        call, seconds = f"all_reduce({describe(x)}, {op})", self._seconds(timeout)
+        call = f"all_reduce({describe(x)}, {op})"
 
-        def prepare(_: Sequence[str]) -> Prepared[Tensor]:
+        def prepare() -> Prepared[Tensor]:
             self._check(call, x, op)
-            result = _copied(call, out, x)
-            return lambda: _c10d.all_reduce(self.process_group, result, op, seconds), lambda: result
+            memory = _started_from(self._label(call), out, x)
+            return lambda s: _c10d.all_reduce(self.process_group, memory.tensor, op, s), memory.result
 
-        return self._run(call, prepare, seconds, async_op)
+        return self._run(call, prepare, timeout, async_op)
 
     def reduce(
         self,
@@ -94,18 +88,19 @@ class ThreadGroup:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:  # noqa: ANN401
-        """The reduction of all ranks' ``x`` on rank ``dst``; None on the others."""
-        call, seconds = f"reduce({describe(x)}, {op}, dst={dst})", self._seconds(timeout)
+        """The reduction of all ranks' ``x`` on rank ``dst``; None on the others, whose ``out`` is left alone."""
+        call = f"reduce({describe(x)}, {op}, dst={dst})"
 
-        def prepare(_: Sequence[str]) -> Prepared[Tensor | None]:
+        def prepare() -> Prepared[Tensor | None]:
             self._check(call, x, op, dst)
-            result = _copied(call, out if self.rank == dst else None, x)
+            # A copy on the other ranks too: some groups leave partial sums there.
+            memory = _started_from(self._label(call), out if self.rank == dst else None, x)
             return (
-                lambda: _c10d.reduce(self.process_group, result, op, dst, seconds),
-                lambda: result if self.rank == dst else None,
+                lambda s: _c10d.reduce(self.process_group, memory.tensor, op, dst, s),
+                lambda: memory.result() if self.rank == dst else None,
             )
 
-        return self._run(call, prepare, seconds, async_op)
+        return self._run(call, prepare, timeout, async_op)
 
     def broadcast(
         self,
@@ -117,14 +112,16 @@ class ThreadGroup:
         async_op: bool = False,
     ) -> Any:  # noqa: ANN401
         """Rank ``src``'s ``x``. The others' ``x`` say which shape they expect; their values do not matter."""
-        call, seconds = f"broadcast({describe(x)}, src={src})", self._seconds(timeout)
+        call = f"broadcast({describe(x)}, src={src})"
 
-        def prepare(_: Sequence[str]) -> Prepared[Tensor]:
+        def prepare() -> Prepared[Tensor]:
             self._check(call, x, root=src)
-            result = _copied(call, out, x) if self.rank == src else result_memory(call, out, x, x.shape)
-            return lambda: _c10d.broadcast(self.process_group, result, src, seconds), lambda: result
+            label = self._label(call)
+            is_source = self.rank == src
+            memory = _started_from(label, out, x) if is_source else Memory(label, out, Shape.of(x), x.device)
+            return lambda s: _c10d.broadcast(self.process_group, memory.tensor, src, s), memory.result
 
-        return self._run(call, prepare, seconds, async_op)
+        return self._run(call, prepare, timeout, async_op)
 
     def all_gather(
         self,
@@ -139,40 +136,41 @@ class ThreadGroup:
 
         A 0-dim tensor counts as one element.
         """
-        call, seconds = f"all_gather({describe(x)}, dim={dim})", self._seconds(timeout)
-        shard = _at_least_1d(x)
-
-        def prepare(texts: Sequence[str]) -> Prepared[Tensor]:
-            shapes, along = [found[0] for found in read(texts)], own_dim(dim, shard)
-            whole = joined(self._label(call), shapes, along)
-            self._check_uneven(call, shapes)
-            result = result_memory(call, out, shard, whole)
-            parts = result.split([shape.sizes[along] for shape in shapes], along)
-            return lambda: _c10d.all_gather(self.process_group, parts, shard.detach(), seconds), lambda: result
+        call = f"all_gather({describe(x)}, dim={dim})"
 
         def tell() -> str:
-            self._check(call, shard)
-            own_dim(dim, shard)
-            return write([shard])
+            self._check(call, x)
+            own_dim(self._label(call), dim, _at_least_1d(x))
+            return write([_at_least_1d(x)])
 
-        return self._exchange(f"all_gather(dim={dim})", call, tell, prepare, seconds, async_op)
+        def prepare(texts: Sequence[str]) -> Prepared[Tensor]:
+            label, shard = self._label(call), _at_least_1d(x.detach())
+            shapes, along = [found[0] for found in read(texts)], own_dim(label, dim, shard)
+            whole = joined(label, shapes, along)
+            self._check_uneven(call, shapes)
+            sizes = [shape.sizes[along] for shape in shapes]
+            memory = Memory(label, out, whole, x.device, _read_elsewhere(out, sizes, along, self.rank, shard))
+            parts = memory.tensor.split(sizes, along)
+            return lambda s: _c10d.all_gather(self.process_group, parts, shard, s), memory.result
+
+        return self._exchange(f"all_gather(dim={dim})", call, tell, prepare, timeout, async_op)
 
     def all_gather_list(self, x: Tensor, *, timeout: float | None = None, async_op: bool = False) -> Any:  # noqa: ANN401
         """A list of all ranks' ``x``, in rank order; shapes may differ, dtypes may not."""
-        call, seconds = f"all_gather_list({describe(x)})", self._seconds(timeout)
-
-        def prepare(texts: Sequence[str]) -> Prepared[list[Tensor]]:
-            shapes = [found[0] for found in read(texts)]
-            check_alike(self._label(call), shapes, lambda shape: shape.dtype, "they must have one dtype")
-            self._check_uneven(call, shapes)
-            results = [shape.empty(x.device) for shape in shapes]
-            return lambda: _c10d.all_gather(self.process_group, results, x.detach(), seconds), lambda: results
+        call = f"all_gather_list({describe(x)})"
 
         def tell() -> str:
             self._check(call, x)
             return write([x])
 
-        return self._exchange("all_gather_list", call, tell, prepare, seconds, async_op)
+        def prepare(texts: Sequence[str]) -> Prepared[list[Tensor]]:
+            shapes = [found[0] for found in read(texts)]
+            one_dtype(self._label(call), shapes)
+            self._check_uneven(call, shapes)
+            results = [shape.empty(x.device) for shape in shapes]
+            return lambda s: _c10d.all_gather(self.process_group, results, x.detach(), s), lambda: results
+
+        return self._exchange("all_gather_list", call, tell, prepare, timeout, async_op)
 
     def reduce_scatter(
         self,
@@ -188,20 +186,20 @@ class ThreadGroup:
 
         Chunks have ``torch.chunk``'s sizes where ``dim`` does not divide; the last ranks' may be empty.
         """
-        call, seconds = f"reduce_scatter({describe(x)}, dim={dim}, {op})", self._seconds(timeout)
+        call = f"reduce_scatter({describe(x)}, dim={dim}, {op})"
 
-        def prepare(_: Sequence[str]) -> Prepared[Tensor]:
+        def prepare() -> Prepared[Tensor]:
             self._check(call, x, op)
-            along = own_dim(dim, x)
-            parts = _split(x, along, self.world_size)
+            label = self._label(call)
+            parts = _chunks(x, own_dim(label, dim, x), self.world_size)
             self._check_uneven(call, [Shape.of(part) for part in parts])
-            result = result_memory(call, out, x, parts[self.rank].shape)
-            return (
-                lambda: _c10d.reduce_scatter(self.process_group, result, parts, op, seconds),
-                lambda: result,
-            )
+            mine = parts[self.rank]
+            in_place = isinstance(out, Tensor) and same_place(out, mine)
+            others = parts[: self.rank] + parts[self.rank + 1 :]
+            memory = Memory(label, out, Shape.of(mine), x.device, others if in_place else parts)
+            return lambda s: _c10d.reduce_scatter(self.process_group, memory.tensor, parts, op, s), memory.result
 
-        return self._run(call, prepare, seconds, async_op)
+        return self._run(call, prepare, timeout, async_op)
 
     def all_to_all(
         self,
@@ -218,54 +216,54 @@ class ThreadGroup:
         Chunks have ``torch.chunk``'s sizes. Ranks' sizes along ``concat_dim`` may differ.
         """
         call = f"all_to_all({describe(x)}, split_dim={split_dim}, concat_dim={concat_dim})"
-        seconds = self._seconds(timeout)
 
-        def cut() -> Sequence[Tensor]:
-            along = own_dim(split_dim, x)
-            return _split(x, along, self.world_size)
+        def cut() -> list[Tensor]:
+            return _chunks(x, own_dim(self._label(call), split_dim, x), self.world_size)
 
         def tell() -> str:
             self._check(call, x)
-            own_dim(concat_dim, x)
+            own_dim(self._label(call), concat_dim, x)
             return write(cut())
 
         def prepare(texts: Sequence[str]) -> Prepared[Tensor]:
-            inputs, along = cut(), own_dim(concat_dim, x)
-            shapes = [found[self.rank] for found in read(texts)]
-            whole = joined(self._label(call), shapes, along)
-            self._check_uneven(call, [*shapes, *(Shape.of(part) for part in inputs)])
-            result = result_memory(call, out, x, whole)
-            parts = result.split([shape.sizes[along] for shape in shapes], along)
-            return lambda: _c10d.all_to_all(self.process_group, parts, inputs, seconds), lambda: result
+            label, found = self._label(call), read(texts)
+            inputs, along = cut(), own_dim(label, concat_dim, x)
+            # Everybody checks what everybody gets, so that all ranks fail if one would.
+            arriving = [[sent[rank] for sent in found] for rank in range(self.world_size)]
+            wholes = [joined(label, shapes, along) for shapes in arriving]
+            self._check_uneven(call, [shape for shapes in arriving for shape in shapes])
+            memory = Memory(label, out, wholes[self.rank], x.device, inputs)
+            parts = memory.tensor.split([shape.sizes[along] for shape in arriving[self.rank]], along)
+            return lambda s: _c10d.all_to_all(self.process_group, parts, inputs, s), memory.result
 
         same = f"all_to_all(split_dim={split_dim}, concat_dim={concat_dim})"
-        return self._exchange(same, call, tell, prepare, seconds, async_op)
+        return self._exchange(same, call, tell, prepare, timeout, async_op)
 
     def all_to_all_list(
         self, xs: Sequence[Tensor], *, timeout: float | None = None, async_op: bool = False
     ) -> Any:  # noqa: ANN401
         """``xs[r]`` goes to rank r; a list of what arrives, in rank order. Shapes may differ, dtypes may not."""
-        call, seconds = f"all_to_all_list({', '.join(map(describe, xs))})", self._seconds(timeout)
+        call = f"all_to_all_list({describe_all(xs)})"
 
         def tell() -> str:
             self._check_one_each(call, xs)
             return write(xs)
 
         def prepare(texts: Sequence[str]) -> Prepared[list[Tensor]]:
-            shapes = [found[self.rank] for found in read(texts)]
-            check_alike(self._label(call), shapes, lambda shape: shape.dtype, "they must have one dtype")
-            self._check_uneven(call, [*shapes, *(Shape.of(x) for x in xs)])
-            results = [shape.empty(xs[0].device) for shape in shapes]
+            found = read(texts)
+            one_dtype(self._label(call), [sent[0] for sent in found])
+            self._check_uneven(call, [shape for sent in found for shape in sent])
+            results = [sent[self.rank].empty(xs[0].device) for sent in found]
             inputs = [x.detach() for x in xs]
-            return lambda: _c10d.all_to_all(self.process_group, results, inputs, seconds), lambda: results
+            return lambda s: _c10d.all_to_all(self.process_group, results, inputs, s), lambda: results
 
-        return self._exchange("all_to_all_list", call, tell, prepare, seconds, async_op)
+        return self._exchange("all_to_all_list", call, tell, prepare, timeout, async_op)
 
     def gather(
         self, x: Tensor, dst: int = 0, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:  # noqa: ANN401
         """On rank ``dst`` a list of all ranks' ``x``, whose shapes may differ; None on the others."""
-        call, seconds = f"gather({describe(x)}, dst={dst})", self._seconds(timeout)
+        call = f"gather({describe(x)}, dst={dst})"
 
         def tell() -> str:
             self._check(call, x, root=dst)
@@ -273,15 +271,12 @@ class ThreadGroup:
 
         def prepare(texts: Sequence[str]) -> Prepared[list[Tensor] | None]:
             shapes = [found[0] for found in read(texts)]
-            check_alike(self._label(call), shapes, lambda shape: shape.dtype, "they must have one dtype")
+            one_dtype(self._label(call), shapes)
             self._check_uneven(call, shapes)
             results = [shape.empty(x.device) for shape in shapes] if self.rank == dst else None
-            return (
-                lambda: _c10d.gather(self.process_group, results, x.detach(), dst, seconds),
-                lambda: results,
-            )
+            return lambda s: _c10d.gather(self.process_group, results, x.detach(), dst, s), lambda: results
 
-        return self._exchange(f"gather(dst={dst})", call, tell, prepare, seconds, async_op)
+        return self._exchange(f"gather(dst={dst})", call, tell, prepare, timeout, async_op)
 
     def scatter(
         self,
@@ -293,11 +288,10 @@ class ThreadGroup:
         async_op: bool = False,
     ) -> Any:  # noqa: ANN401
         """``xs[r]`` of rank ``src`` on rank r. The other ranks pass None, and need not know the shapes."""
-        call = f"scatter({', '.join(map(describe, xs)) if xs else 'None'}, src={src})"
-        seconds = self._seconds(timeout)
+        call = f"scatter({describe_all(xs)}, src={src})"
 
         def tell() -> str:
-            self._check_root(call, src)
+            self._check_rank(call, src)
             if self.rank != src:
                 return "[]"
 
@@ -307,26 +301,19 @@ class ThreadGroup:
         def prepare(texts: Sequence[str]) -> Prepared[Tensor]:
             shapes = read(texts)[src]
             self._check_uneven(call, shapes)
-            mine = shapes[self.rank]
-            device = out.device if out is not None else torch.device(xs[0].device if xs else self.device)
-            result = result_memory(call, out, torch.empty(0, dtype=mine.dtype, device=device), mine.sizes)
             inputs = [x.detach() for x in xs or ()] if self.rank == src else None
-            return (
-                lambda: _c10d.scatter(self.process_group, result, inputs, src, seconds),
-                lambda: result,
-            )
+            device = inputs[0].device if inputs else torch.device(self.device)
+            if isinstance(out, Tensor):
+                device = out.device  # a source elsewhere is refused by the process group
 
-        return self._exchange(f"scatter(src={src})", call, tell, prepare, seconds, async_op)
+            memory = Memory(self._label(call), out, shapes[self.rank], device, inputs or ())
+            return lambda s: _c10d.scatter(self.process_group, memory.tensor, inputs, src, s), memory.result
+
+        return self._exchange(f"scatter(src={src})", call, tell, prepare, timeout, async_op)
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:  # noqa: ANN401
         """Wait until every rank is here. On CUDA this is about the ranks, not about the work they have queued."""
-        seconds = self._seconds(timeout)
-        return self._run(
-            "barrier",
-            lambda _: (lambda: _c10d.barrier(self.process_group, seconds), lambda: None),
-            seconds,
-            async_op,
-        )
+        return self._run("barrier", self._barrier, timeout, async_op)
 
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False
@@ -335,10 +322,12 @@ class ThreadGroup:
 
         It does not wait for the receiver. Messages of one source, destination and tag arrive in order.
         """
-        call, seconds = f"send({describe(x)}, dst={dst}, tag={tag})", self._seconds(timeout)
-        self._check(call, x, root=dst)
+        call = f"send({describe(x)}, dst={dst}, tag={tag})"
+        seconds = self._seconds(call, timeout, async_op)
+        self._check(call, x)
         self._check_p2p(call, dst, tag)
-        work = Work(None, lambda _: (_p2p.send(self.process_group, x.detach(), dst, tag), lambda: None), seconds)
+        sent = _p2p.send(self.process_group, x.detach(), dst, tag, seconds)
+        work = Work(None, lambda _: (sent, lambda: None), seconds, self.device)
         return work if async_op else work.result()
 
     def recv(
@@ -353,15 +342,16 @@ class ThreadGroup:
         """The next message of rank ``src`` (of any rank where None) with ``tag``; its shape need not be known.
 
         :raises StoreTimeoutError: if none has come; no message is lost, and the call can be repeated.
-        :raises CollectiveMismatchError: if ``out`` has another shape or dtype.
+        :raises CollectiveMismatchError: if ``out`` has another shape or dtype; the message is dropped.
         """
-        call, seconds = f"recv(src={src}, tag={tag})", self._seconds(timeout)
-        if src is not None:
-            self._check_root(call, src)
-
+        call = f"recv(src={src}, tag={tag})"
+        seconds = self._seconds(call, timeout, async_op)
         self._check_p2p(call, src, tag)
-        received = _p2p.receive(self.process_group, self.device, src, tag, out)
-        work = Work(None, lambda _: (received, lambda: received.result()[0]), seconds)
+        if out is not None:
+            self._check(call, out)
+
+        received = _p2p.receive(self.process_group, self.device, src, tag, out, seconds)
+        work = Work(None, lambda _: (received, lambda: received.result()[0]), seconds, self.device)
         if async_op:
             return work
 
@@ -376,21 +366,20 @@ class ThreadGroup:
 
         :raises ValueError: if ``ranks`` names a rank twice, or one that is not here.
         """
-        members, call = list(ranks), f"split({list(ranks)})"
-        self._need("split", call)
-        number = next(self._splits)
+        members = list(ranks) if isinstance(ranks, Iterable) else []
+        call, number = f"split({members})", next(self._splits)
 
         def tell() -> str:
-            if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
-                raise ValueError(f"{self._label(call)}: needs different ranks of 0 to {self.world_size - 1}")
+            self._need("split", call)
+            for rank in members:
+                self._check_rank(call, rank)
+
+            if not members or len(set(members)) != len(members):
+                raise ValueError(f"{self._label(call)}: needs ranks, each once")
 
             return ""
 
-        def prepare(_: Sequence[str]) -> Prepared[None]:
-            return lambda: _c10d.barrier(self.process_group, seconds), lambda: None
-
-        seconds = self._seconds(timeout)
-        self._exchange(call, call, tell, prepare, seconds, async_op=False)
+        self._exchange(call, call, tell, lambda _: self._barrier(), timeout, async_op=False)
         if self.rank not in members:
             return None
 
@@ -409,8 +398,9 @@ class ThreadGroup:
 
         :param died: this rank failed; its peers see :class:`PeerLostError`.
         """
-        if isinstance(self.process_group, _notes.SupportsNotes):
-            self.process_group.abort(reason, died=died)
+        own = extras(self.process_group)
+        if own is not None:
+            own.abort(reason, died=died)
         else:
             self.process_group.abort()
 
@@ -423,106 +413,18 @@ class ThreadGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is not None:
+            # No goodbye: whoever raises out of the block leaves its peers in the middle.
+            self.abort(f"rank {self.rank} failed: {type(error).__name__}: {error}", died=True)
+
         self.close()
 
     def __repr__(self) -> str:
         return f"<ThreadGroup {self.name!r} ({self.backend}) rank {self.rank} of {self.world_size} on {self.device}>"
 
-    # How a call runs
-
-    def _run(self, call: str, prepare: Callable[[Sequence[str]], Prepared[T]], seconds: float, async_op: bool) -> Any:  # noqa: ANN401
-        """A call whose ranks know all sizes."""
-        work = Work(None, lambda texts: self._launch(call, prepare, texts), seconds)
-        return work if async_op else work.result()
-
-    def _exchange(
-        self,
-        same: str,
-        call: str,
-        tell: Callable[[], str],
-        prepare: Callable[[Sequence[str]], Prepared[T]],
-        seconds: float,
-        async_op: bool,
-    ) -> Any:  # noqa: ANN401
-        """A call whose ranks tell each other their sizes first. ``same`` is what all of them have to call."""
-        place = _notes.reserve(self.process_group)
-        try:
-            text = tell()
-        except Exception as error:
-            _notes.refuse(self.process_group, call, error)
-            raise
-
-        def start(texts: Sequence[str]) -> Started[T]:
-            with place:
-                return self._launch(call, prepare, texts)
-
-        notes = _notes.post(self.process_group, self.device, same, text, seconds)
-        work = Work(notes, start, seconds)
-        return work if async_op else work.result()
-
-    def _launch(self, call: str, prepare: Callable[[Sequence[str]], Prepared[T]], texts: Sequence[str]) -> Started[T]:
-        # What is wrong with this rank's arguments has to reach its peers: they would wait for it otherwise. What the
-        # process group itself raises, it has told them.
-        try:
-            launch, finish = prepare(texts)
-        except Exception as error:
-            _notes.refuse(self.process_group, call, error)
-            raise
-
-        return launch(), finish
-
-    # Checks
-
-    def _seconds(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else timeout
-
-    def _label(self, call: str) -> str:
-        return f"group {self.name!r}, rank {self.rank}, {call}"
-
-    def _check(self, call: str, x: Tensor, op: str | None = None, root: int | None = None) -> None:
-        check_tensor(self._label(call), x)
-        if op is not None:
-            if op in ("band", "bor", "bxor"):
-                self._need("bitwise_ops", call)
-
-            rule("" if op == "premul_sum" else op, x.dtype)
-
-        if root is not None:
-            self._check_root(call, root)
-
-    def _check_p2p(self, call: str, peer: int | None, tag: int) -> None:
-        self._need("p2p", call)
-        if peer is None:
-            self._need("any_source", call)
-
-        if peer == self.rank:
-            self._need("self_send", call)
-
-        if tag != 0:
-            self._need("tags", call)
-
-    def _check_root(self, call: str, root: int) -> None:
-        if not 0 <= root < self.world_size:
-            raise ValueError(f"{self._label(call)}: there is no rank {root} ({rank_list(range(self.world_size))})")
-
-    def _check_one_each(self, call: str, xs: Sequence[Tensor] | None) -> None:
-        if xs is None or len(xs) != self.world_size:
-            found = "None" if xs is None else str(len(xs))
-            raise ValueError(f"{self._label(call)}: needs {self.world_size} tensors, one for each rank, not {found}")
-
-        for x in xs:
-            check_tensor(self._label(call), x)
-
-    def _check_uneven(self, call: str, shapes: Sequence[Shape]) -> None:
-        if len(set(shapes)) > 1:
-            self._need("uneven", call)
-
-    def _need(self, capability: str, call: str) -> None:
-        if capability not in self._capabilities:
-            raise UnsupportedOperationError(
-                f"{self._label(call)}: backend {self.backend!r} does not declare {capability!r}"
-            )
+    def _barrier(self) -> Prepared[None]:
+        return lambda s: _c10d.barrier(self.process_group, s), lambda: None
 
 
 def open_group(
@@ -563,16 +465,26 @@ def _wrapped(process_group: Any, ctx: BackendContext) -> ThreadGroup:  # noqa: A
     return ThreadGroup(process_group, ctx)
 
 
-def _copied(call: str, out: Tensor | None, x: Tensor) -> Tensor:
+def _started_from(label: str, out: Tensor | None, x: Tensor) -> Memory:
     """Memory that holds ``x``'s values and will hold the result."""
-    result = result_memory(call, out, x, x.shape)
-    if out is not x:
-        result.copy_(x.detach())
+    in_place = isinstance(out, Tensor) and same_place(out, x)
+    memory = Memory(label, out, Shape.of(x), x.device, () if in_place else (x,))
+    if not in_place:
+        memory.tensor.copy_(x.detach())
 
-    return result
+    return memory
 
 
-def _split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
+def _read_elsewhere(out: Tensor | None, sizes: Sequence[int], dim: int, rank: int, shard: Tensor) -> Sequence[Tensor]:
+    """The shard, unless it lies in ``out`` already, where it belongs."""
+    if isinstance(out, Tensor) and out.dim() == shard.dim() and out.shape[dim] == sum(sizes):
+        if same_place(out.split(list(sizes), dim)[rank], shard):
+            return ()
+
+    return (shard,)
+
+
+def _chunks(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     return list(x.detach().split(chunk_sizes(x.shape[dim], parts), dim))
 
 

@@ -7,6 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
+from dtorch_core._memory import same_place
+
 BLOCK_BYTES = 256 * 1024
 """What one task reads of each tensor. Measured: from 64 KiB to 512 KiB are alike, larger ones leave the cache."""
 
@@ -35,7 +37,7 @@ def copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Task]:
     """Tasks that copy each source to its target, ``(target, source)``; large ones in blocks."""
     tasks: list[Task] = []
     for target, source in pairs:
-        if _same_memory(target, source):
+        if same_place(target, source):
             continue
 
         blocks = cut((target, source))
@@ -46,7 +48,3 @@ def copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Task]:
 
 def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.is_conj() == b.is_conj()

@@ -11,6 +11,8 @@ from functools import partial
 
 from torch import Tensor
 
+from dtorch_core import CollectiveMismatchError
+from dtorch_core._shapes import describe
 from dtorch_core.joint import Offer
 from dtorch_core.reduction import Rule
 from dtorch_samedevice_group.blocks import Task, copies, cut
@@ -80,7 +82,7 @@ def gather(root: int) -> Collective:
     """Rank r offers its input; the root also its output for each rank."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        return copies([(offers[root].tensors[1 + source.rank], source.tensors[0]) for source in offers])
+        return _sent([(source, source.tensors[0], offers[root], 1 + source.rank) for source in offers])
 
     return work
 
@@ -89,7 +91,7 @@ def scatter(root: int) -> Collective:
     """Rank r offers its output; the root also its input for each rank."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        return copies([(offer.tensors[0], offers[root].tensors[1 + offer.rank]) for offer in offers])
+        return _sent([(offers[root], offers[root].tensors[1 + offer.rank], offer, 0) for offer in offers])
 
     return work
 
@@ -97,13 +99,31 @@ def scatter(root: int) -> Collective:
 def all_to_all(offers: Sequence[Offer]) -> Sequence[Task]:
     """Rank r offers its output from each rank, then its input for each; output s of rank r is input r of rank s."""
     size = len(offers)
-    return copies(
+    return _sent(
         [
-            (offer.tensors[source.rank], source.tensors[size + offer.rank])
+            (source, source.tensors[size + offer.rank], offer, source.rank)
             for offer in offers
             for source in offers
         ]
     )
+
+
+def _sent(messages: Sequence[tuple[Offer, Tensor, Offer, int]]) -> Sequence[Task]:
+    """Copies from a source's tensor to a receiver's, the one at an index.
+
+    :raises CollectiveMismatchError: if one does not fit the other: a copy would stretch or convert it.
+    """
+    pairs = []
+    for source, tensor, receiver, index in messages:
+        target = receiver.tensors[index]
+        if target.shape != tensor.shape or target.dtype != tensor.dtype:
+            raise CollectiveMismatchError(
+                f"rank {source.rank} sends {describe(tensor)} to rank {receiver.rank}, which expects {describe(target)}"
+            )
+
+        pairs.append((target, tensor))
+
+    return copies(pairs)
 
 
 def _reduce_in_place(rule: Rule, tensors: Sequence[Tensor], factor: float | None) -> None:

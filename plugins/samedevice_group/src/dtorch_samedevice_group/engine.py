@@ -1,6 +1,7 @@
 """Turns a collective call into joint work on a store: numbers it, fingerprints it, and compares the fingerprints.
 
-A fingerprint is the first line of an offer's note; what follows is data that may differ between the ranks.
+A fingerprint is the first line of an offer's note. The second one, where there is one, is the call as a person would
+write it; what follows is data that may differ between the ranks.
 
 Each rank counts its calls. Calls with one number meet under one key; if their fingerprints differ, every rank raises
 CollectiveMismatchError with a table of who called what, and the group stays usable: all raised at one number.
@@ -12,12 +13,13 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, TensorStore
-from dtorch_core._text import rank_list
+from dtorch_core._text import describe_error, rank_list
 from dtorch_core.joint import Offer, Ticket
 from dtorch_samedevice_group.blocks import Task
 from dtorch_samedevice_group.collectives import Collective
@@ -31,37 +33,35 @@ class Engine:
         self.rank = store.rank
         self.world_size = store.world_size
         self._name = name
-        self._numbers = itertools.count()
-        self._reserved = threading.local()
+        self._numbers = itertools.count(1)
+        self._second = threading.local()
 
     def post(self, call: str, tensors: Sequence[Tensor], work: Collective) -> Ticket:
         """Post one collective; ``call`` is its fingerprint, as a person would write the call."""
-        key = f"collective #{self._next()}"
+        key = getattr(self._second, "key", None) or f"collective #{next(self._numbers)}"
         return self.store.post(key, call, tensors, self._compared(key, work))
 
-    def post_note(self, call: str, text: str) -> Ticket:
-        """Give every rank this rank's text, which may differ."""
-        return self.post(f"{call}\n{text}", (), nothing)
+    def post_note(self, same: str, call: str, text: str) -> tuple[Ticket, AbstractContextManager[None]]:
+        """Give every rank this rank's text, which may differ.
+
+        What is posted under the context is the second part of this call: it has its number, whatever was called
+        meanwhile, and a rank that raises in the first part misses no number.
+        """
+        key = f"collective #{next(self._numbers)}"
+        ticket = self.store.post(key, f"{same}\n{call}\n{text}", (), self._compared(key, nothing))
+        return ticket, self._second_part(f"{key}, second part")
 
     def refuse(self, call: str, error: Exception) -> None:
         """This rank's call is wrong by itself. Its peers learn so at once, instead of waiting for it."""
-        self.post(f"{call}: raised {type(error).__name__}: {error}".replace("\n", " "), (), nothing)
-
-    def reserve(self) -> AbstractContextManager[None]:
-        """Take the next number now; the call made under the context has it, whatever was called meanwhile."""
-        return self._numbered(next(self._numbers))
+        self.post(f"{call}: raised {describe_error(error)}", (), nothing)
 
     @contextmanager
-    def _numbered(self, number: int) -> Iterator[None]:
-        self._reserved.number = number
+    def _second_part(self, key: str) -> Iterator[None]:
+        self._second.key = key
         try:
             yield
         finally:
-            self._reserved.number = None
-
-    def _next(self) -> int:
-        number: int | None = getattr(self._reserved, "number", None)
-        return next(self._numbers) if number is None else number
+            self._second.key = None
 
     def _compared(self, key: str, work: Collective) -> Collective:
         def compare_and_work(offers: Sequence[Offer]) -> Sequence[Task]:
@@ -71,22 +71,29 @@ class Engine:
                     self._compare(key, offers)
                     break
 
-            if any(tensor.is_inference() for offer in offers for tensor in offer.tensors):
-                return _in_inference_mode(work, offers)
+            try:
+                if any(tensor.is_inference() for offer in offers for tensor in offer.tensors):
+                    return _in_inference_mode(work, offers)
 
-            return work(offers)
+                return work(offers)
+            except CollectiveMismatchError as misfit:
+                call = first.partition("\n")[0]
+                raise CollectiveMismatchError(f"group {self._name!r}, {key}, {call}: {misfit}") from None
 
         return compare_and_work
 
     def _compare(self, key: str, offers: Sequence[Offer]) -> None:
+        fingerprints: dict[str, list[int]] = {}
         callers: dict[str, list[int]] = {}
         for offer in offers:
-            callers.setdefault(offer.note.partition("\n")[0], []).append(offer.rank)
+            fingerprint, *more = offer.note.split("\n", 2)
+            fingerprints.setdefault(fingerprint, []).append(offer.rank)
+            callers.setdefault(more[0] if more else fingerprint, []).append(offer.rank)
 
-        if len(callers) == 1:
+        if len(fingerprints) == 1:
             return
 
-        ranked = sorted(callers.values(), key=len, reverse=True)
+        ranked = sorted(fingerprints.values(), key=len, reverse=True)
         if len(ranked[0]) > len(ranked[1]):
             odd = rank_list(rank for ranks in ranked[1:] for rank in ranks)
             head = f"{odd} called something else than {rank_list(ranked[0])}"
@@ -100,10 +107,12 @@ class Engine:
 def _in_inference_mode(work: Collective, offers: Sequence[Offer]) -> Sequence[Task]:
     """Tensors made under inference_mode are written under it alone, whichever rank's thread works."""
     with torch.inference_mode():
-        for task in work(offers):
-            task()
+        return [partial(_run_in_inference_mode, task) for task in work(offers)]
 
-    return ()
+
+def _run_in_inference_mode(task: Task) -> None:
+    with torch.inference_mode():
+        task()
 
 
 def nothing(offers: Sequence[Offer]) -> Sequence[Task]:

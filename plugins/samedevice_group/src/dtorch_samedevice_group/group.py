@@ -1,7 +1,7 @@
 """The c10d process group of ranks that share a device: checks a call, posts it, returns a Work.
 
 Collectives have the names of torch 2.13 and the older ones; both are called, from Python and from C++. The short
-forms of c10d's bindings work too: one tensor for a list of one, a ReduceOp or a root for the options.
+forms of c10d's bindings work too: one tensor for a list of one; a ReduceOp, a root or a timeout for the options.
 """
 
 # c10d's options have no base class, and its bindings overload every method: we take the union of what they take.
@@ -10,33 +10,65 @@ forms of c10d's bindings work too: one tensor for a list of one, a ReduceOp or a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import BackendContext, UnsupportedTensorError
+from dtorch_core import BackendContext
+from dtorch_core._extras import Place
+from dtorch_core._shapes import describe, describe_all
 from dtorch_core.checks import check_tensor
-from dtorch_core.joint import Ticket
-from dtorch_core.reduction import Rule, rule
+from dtorch_core.joint import Offer, Ticket
+from dtorch_core.reduction import rule
 from dtorch_samedevice_group import collectives
+from dtorch_samedevice_group.arguments import (
+    check_fits,
+    check_together,
+    check_written,
+    listed,
+    one_dtype,
+    one_each,
+    only,
+    only_list,
+    parts,
+    pieces,
+)
+from dtorch_samedevice_group.blocks import Task
 from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine, nothing
-from dtorch_samedevice_group.work import GroupWork, ReceiveWork, SendWork, seconds_of, together
+from dtorch_samedevice_group.options import Options
+from dtorch_samedevice_group.work import GroupWork, ReceiveWork, SendWork
 
-_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
+P = ParamSpec("P")
+
+
+class Plan(NamedTuple):
+    """What one call is to do."""
+
+    call: str
+    """The fingerprint: equal on every rank."""
+    tensors: Sequence[Tensor]
+    """In the order that :mod:`dtorch_samedevice_group.collectives` expects."""
+    written: Sequence[Tensor]
+    """Those of them that are outputs."""
+    work: Collective
+    timeout: float | None
+
+
+def _collective(
+    plan: Callable[Concatenate[SameDeviceProcessGroup, P], Plan],
+) -> Callable[Concatenate[SameDeviceProcessGroup, P], GroupWork]:
+    """A c10d method, of one that says what it is to do."""
+
+    @functools.wraps(plan)
+    def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> GroupWork:
+        return self._post(plan.__name__, lambda: plan(self, *args, **named))
+
+    return method
 
 
 def open_process_group(ctx: BackendContext) -> dist.ProcessGroup:
@@ -49,7 +81,8 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
 
     def __init__(self, ctx: BackendContext) -> None:
         super().__init__(ctx.rank, ctx.world_size)  # type: ignore[call-arg]  # torch's stub lacks this overload
-        self._rank, self._size, self._name = ctx.rank, ctx.world_size, ctx.name
+        self._rank, self._size, self._name, self._device = ctx.rank, ctx.world_size, ctx.name, ctx.device
+        self._group_name, self._group_desc = ctx.name, ""
         self._timeout = ctx.timeout
         self._store = ctx.open_store("tensors")
         self._engine = Engine(self._store, ctx.name)
@@ -65,25 +98,45 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
     def size(self) -> int:
         return self._size
 
-    def getRank(self) -> int:
-        return self._rank
+    getRank, getSize = rank, size
 
-    def getSize(self) -> int:
-        return self._size
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._group_desc = desc
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
 
-    # What the core uses beside c10d's methods (dtorch_core._notes.SupportsNotes)
+    # What the core uses besides c10d's methods (dtorch_core._extras)
 
-    def post_notes(self, call: str, text: str) -> Ticket:
-        return self._engine.post_note(call, text)
-
-    def reserve(self) -> AbstractContextManager[None]:
-        return self._engine.reserve()
+    def post_notes(self, same: str, call: str, text: str) -> tuple[Ticket, Place]:
+        return self._engine.post_note(same, call, text)
 
     def refuse(self, call: str, error: Exception) -> None:
         self._engine.refuse(call, error)
+
+    def receive(self, src: int | None, tag: int, buffer: Tensor | None = None) -> ReceiveWork:
+        """The next message of ``src`` (any rank where None); without a buffer it may have any shape."""
+        call = f"group {self._name!r}, rank {self._rank}, recv"
+        if src is not None:
+            self._check_rank(src)
+
+        if buffer is not None:
+            check_tensor(call, buffer)
+            check_written(call, buffer)
+
+        return ReceiveWork(self._store.expect(src, tag), buffer, self._device, self._timeout, call)
 
     def abort(self, reason: str = "", *, died: bool = False) -> None:
         """Wake every rank from every call of this group, now and later."""
@@ -92,153 +145,141 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         self._store.close()
 
-    # Collectives, each in the order (inputs and outputs) that dtorch_samedevice_group.collectives expects
+    # Collectives
 
-    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> GroupWork:
-        tensors = _listed(tensors)
+    @_collective
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, *opts: Any, **named: Any) -> Plan:
+        tensors, options = listed(tensors), Options.read(opts, named)
+        work = collectives.all_reduce(rule(options.op, one_dtype(tensors)), options.factor)
+        return Plan(f"all_reduce({describe_all(tensors)}, {options.op_text})", tensors, tensors, work, options.timeout)
 
-        def prepare(op: str, factor: float | None) -> Collective:
-            return collectives.all_reduce(_rule(op, tensors), factor)
+    allreduce_coalesced = allreduce
 
-        return self._reduction("all_reduce", tensors, tensors, tensors, opts, prepare)
+    @_collective
+    def reduce(self, tensors: Sequence[Tensor] | Tensor, *opts: Any, **named: Any) -> Plan:
+        tensor, options = only("tensor", tensors), Options.read(opts, named)
+        root = self._check_rank(options.root)
+        work = collectives.reduce(rule(options.op, tensor.dtype), root, options.factor)
+        call = f"reduce({describe(tensor)}, {options.op_text}, dst={root})"
+        return Plan(call, (tensor,), (tensor,) if self._rank == root else (), work, options.timeout)
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
-        return self.allreduce(tensors, opts)
+    @_collective
+    def reduce_scatter(self, outputs: Any, input_lists: Any, *opts: Any, **named: Any) -> Plan:
+        inputs = only_list("inputs", input_lists)
+        return self._reduce_scatter(only("output", outputs), inputs, Options.read(opts, named))
 
-    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> GroupWork:
-        tensors, root = _listed(tensors), _root(opts)
+    @_collective
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, *opts: Any, **named: Any) -> Plan:
+        return self._reduce_scatter(output, parts("input", tensor, output, self._size), Options.read(opts, named))
 
-        def prepare(op: str, factor: float | None) -> Collective:
-            return collectives.reduce(_rule(op, tensors), root, factor)
-
-        written = tensors if self._rank == root else ()
-        return self._reduction(f"reduce to rank {root}", tensors, tensors, written, opts, prepare)
-
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> GroupWork:
-        output, inputs = outputs[0], _nested(input_lists)
-
-        def prepare(op: str, factor: float | None) -> Collective:
-            self._one_for_each_rank("inputs", inputs)
-            _fits("output", output, inputs[self._rank])
-            return collectives.reduce_scatter(_rule(op, inputs), factor)
-
-        return self._reduction("reduce_scatter", inputs, (output, *inputs), (output,), opts, prepare)
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> GroupWork:
-        return self.reduce_scatter([output], [self._parts(tensor, output)], opts)
-
+    @_collective
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist._Work:
-        return together([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *opts: Any, **named: Any
+    ) -> Plan:
+        options = Options.read(opts, named)
+        return _as_one(
+            [
+                self._reduce_scatter(output, parts("input", tensor, output, self._size), options)
+                for output, tensor in zip(outputs, inputs, strict=True)
+            ]
+        )
 
-    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> GroupWork:
-        tensors, root = _listed(tensors), _root(opts)
-        call = f"broadcast({_shapes(tensors)}, src={root})"
-        return self._post(call, tensors, tensors, opts, lambda: collectives.broadcast(root))
+    @_collective
+    def broadcast(self, tensors: Sequence[Tensor] | Tensor, *opts: Any, **named: Any) -> Plan:
+        tensors, options = listed(tensors), Options.read(opts, named)
+        root = self._check_rank(options.root)
+        call = f"broadcast({describe_all(tensors)}, src={root})"
+        return Plan(call, tensors, tensors, collectives.broadcast(root), options.timeout)
 
-    def allgather(
-        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> GroupWork:
-        outputs, tensor = _nested(output_lists), _listed(inputs)[0]
+    @_collective
+    def allgather(self, output_lists: Any, inputs: Any, *opts: Any, **named: Any) -> Plan:
+        outputs = only_list("outputs", output_lists)
+        return self._all_gather(outputs, only("input", inputs), Options.read(opts, named))
 
-        def prepare() -> Collective:
-            self._one_for_each_rank("outputs", outputs)
-            _fits("input", tensor, outputs[self._rank])
-            return collectives.all_gather
-
-        return self._post(f"all_gather({_shapes(outputs)})", (tensor, *outputs), outputs, opts, prepare)
-
+    @_collective
     def allgather_coalesced(
-        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist._Work:
-        return together([self.allgather([o], [i], opts) for o, i in zip(output_lists, inputs, strict=True)])
+        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *opts: Any, **named: Any
+    ) -> Plan:
+        options = Options.read(opts, named)
+        # One list for each rank, with that rank's tensors in it.
+        by_tensor = list(zip(*output_lists, strict=True))
+        return _as_one(
+            [self._all_gather(outputs, tensor, options) for outputs, tensor in zip(by_tensor, inputs, strict=True)]
+        )
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> GroupWork:
-        return self.allgather([self._parts(output, tensor)], [tensor], opts)
+    @_collective
+    def all_gather_single(self, output: Tensor, tensor: Tensor, *opts: Any, **named: Any) -> Plan:
+        return self._all_gather(parts("output", output, tensor, self._size), tensor, Options.read(opts, named))
 
+    @_collective
     def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist._Work:
-        return together([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *opts: Any, **named: Any
+    ) -> Plan:
+        options = Options.read(opts, named)
+        return _as_one(
+            [
+                self._all_gather(parts("output", output, tensor, self._size), tensor, options)
+                for output, tensor in zip(outputs, inputs, strict=True)
+            ]
+        )
 
-    def gather(
-        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> GroupWork:
-        root = _root(opts)
-        outputs = _nested(output_lists) if self._rank == root else ()
+    @_collective
+    def gather(self, output_lists: Any, inputs: Any, *opts: Any, **named: Any) -> Plan:
+        tensor, options = only("input", inputs), Options.read(opts, named)
+        root = self._check_rank(options.root)
+        outputs: Sequence[Tensor] = ()
+        if self._rank == root:
+            outputs = one_each("outputs", only_list("outputs", output_lists), self._size)
 
-        def prepare() -> Collective:
-            if self._rank == root:
-                self._one_for_each_rank("outputs", outputs)
+        return Plan(f"gather(dst={root})", (tensor, *outputs), outputs, collectives.gather(root), options.timeout)
 
-            return collectives.gather(root)
+    @_collective
+    def scatter(self, outputs: Any, input_lists: Any, *opts: Any, **named: Any) -> Plan:
+        output, options = only("output", outputs), Options.read(opts, named)
+        root = self._check_rank(options.root)
+        inputs: Sequence[Tensor] = ()
+        if self._rank == root:
+            inputs = one_each("inputs", only_list("inputs", input_lists), self._size)
 
-        return self._post(f"gather to rank {root}", (inputs[0], *outputs), outputs, opts, prepare)
+        return Plan(f"scatter(src={root})", (output, *inputs), (output,), collectives.scatter(root), options.timeout)
 
-    def scatter(
-        self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> GroupWork:
-        root = _root(opts)
-        inputs = _nested(input_lists) if self._rank == root else ()
+    @_collective
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *opts: Any, **named: Any) -> Plan:
+        return self._all_to_all(outputs, inputs, Options.read(opts, named))
 
-        def prepare() -> Collective:
-            if self._rank == root:
-                self._one_for_each_rank("inputs", inputs)
-
-            return collectives.scatter(root)
-
-        return self._post(f"scatter from rank {root}", (outputs[0], *inputs), outputs[:1], opts, prepare)
-
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
-        def prepare() -> Collective:
-            self._one_for_each_rank("outputs", outputs)
-            self._one_for_each_rank("inputs", inputs)
-            return collectives.all_to_all
-
-        return self._post("all_to_all", (*outputs, *inputs), outputs, opts, prepare)
-
+    @_collective
     def all_to_all_single(
         self,
         output: Tensor,
         tensor: Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: Any = None,
-    ) -> GroupWork:
-        outputs = self._split("output", output, output_split_sizes)
-        return self.alltoall(outputs, self._split("input", tensor, input_split_sizes), opts)
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        *opts: Any,
+        **named: Any,
+    ) -> Plan:
+        outputs = pieces("output", output, output_split_sizes, self._size)
+        inputs = pieces("input", tensor, input_split_sizes, self._size)
+        return self._all_to_all(outputs, inputs, Options.read(opts, named))
 
-    def barrier(self, opts: Any = None) -> GroupWork:
-        return self._post("barrier", (), (), opts, lambda: nothing)
+    @_collective
+    def barrier(self, *opts: Any, **named: Any) -> Plan:
+        return Plan("barrier", (), (), nothing, Options.read(opts, named).timeout)
 
     # Point to point
 
     def send(self, tensors: Sequence[Tensor] | Tensor, dst: int, tag: int = 0) -> SendWork:
-        (tensor,) = _listed(tensors)
-        check_tensor(f"send to rank {dst}", tensor)
-        self._check_rank(dst)
-        self._store.send(tensor, dst, tag)
+        tensor = only("tensor", tensors)
+        check_tensor(f"group {self._name!r}, rank {self._rank}, send", tensor)
+        self._store.send(tensor, self._check_rank(dst), tag)
         return SendWork()
 
     def recv(self, tensors: Sequence[Tensor] | Tensor, src: int, tag: int = 0) -> ReceiveWork:
-        (buffer,) = _listed(tensors)
-        _check_written(f"recv from rank {src}", buffer)
+        buffer = only("buffer", tensors)
         return self.receive(src, tag, buffer)
 
     def recv_anysource(self, tensors: Sequence[Tensor] | Tensor, tag: int = 0) -> ReceiveWork:
-        (buffer,) = _listed(tensors)
+        buffer = only("buffer", tensors)
         return self.receive(None, tag, buffer)
-
-    def receive(self, src: int | None, tag: int, buffer: Tensor | None = None) -> ReceiveWork:
-        """The next message of ``src`` (any rank where None); without a buffer it may have any shape."""
-        if src is not None:
-            self._check_rank(src)
-
-        call = f"group {self._name!r}, rank {self._rank}, recv"
-        return ReceiveWork(self._store.expect(src, tag), buffer, self._timeout, call)
 
     # Names of torch 2.12 and older
 
@@ -250,110 +291,67 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
 
     # What they share
 
-    def _reduction(
-        self,
-        name: str,
-        reduced: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        written: Sequence[Tensor],
-        opts: Any,
-        prepare: Callable[[str, float | None], Collective],
-    ) -> GroupWork:
-        op, factor = _op_of(opts)
-        scale = "" if factor is None else f" by {factor}"
-        call = f"{name}({_shapes(reduced)}, {op}{scale})"
-        return self._post(call, tensors, written, opts, lambda: prepare(op, factor))
-
-    def _post(
-        self,
-        call: str,
-        tensors: Sequence[Tensor],
-        written: Sequence[Tensor],
-        opts: Any,
-        prepare: Callable[[], Collective],
-    ) -> GroupWork:
-        """Check the call and post it. A call that is wrong by itself is told to the peers before it is raised."""
+    def _post(self, name: str, planned: Callable[[], Plan]) -> GroupWork:
+        """Check a call and post it. One that is wrong by itself is told to the peers before it is raised."""
         try:
-            for tensor in tensors:
-                check_tensor(call, tensor)
-
-            for tensor in written:
-                _check_written(call, tensor)
-
-            work = prepare()
+            plan = planned()
+            check_together(plan.call, plan.tensors)
+            for tensor in plan.written:
+                check_written(plan.call, tensor)
         except Exception as error:
-            self._engine.refuse(call, error)
+            self._engine.refuse(name, error)
             raise
 
-        ticket = self._engine.post(call, [tensor.detach() for tensor in tensors], work)
-        timeout = seconds_of(getattr(opts, "timeout", None), self._timeout)
-        return GroupWork(ticket, written, timeout)
+        call, tensors = plan.call, [tensor.detach() for tensor in plan.tensors]
+        if tensors and tensors[0].is_cuda:
+            call += f" on {tensors[0].device}"
 
-    def _check_rank(self, rank: int) -> None:
+        ticket = self._engine.post(call, tensors, plan.work)
+        return GroupWork(ticket, plan.written, self._timeout if plan.timeout is None else plan.timeout)
+
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], options: Options) -> Plan:
+        one_each("inputs", inputs, self._size)
+        check_fits("output", output, inputs[self._rank])
+        work = collectives.reduce_scatter(rule(options.op, one_dtype(inputs)), options.factor)
+        call = f"reduce_scatter({describe_all(inputs)}, {options.op_text})"
+        return Plan(call, (output, *inputs), (output,), work, options.timeout)
+
+    def _all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, options: Options) -> Plan:
+        one_each("outputs", outputs, self._size)
+        check_fits("input", tensor, outputs[self._rank])
+        call = f"all_gather({describe_all(outputs)})"
+        return Plan(call, (tensor, *outputs), outputs, collectives.all_gather, options.timeout)
+
+    def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Options) -> Plan:
+        one_each("outputs", outputs, self._size)
+        one_each("inputs", inputs, self._size)
+        return Plan("all_to_all", (*outputs, *inputs), outputs, collectives.all_to_all, options.timeout)
+
+    def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self._size:
             raise ValueError(f"group {self._name!r}: there is no rank {rank}; it has rank 0 to rank {self._size - 1}")
 
-    def _one_for_each_rank(self, what: str, tensors: Sequence[Tensor]) -> None:
-        if len(tensors) != self._size:
-            raise ValueError(f"needs {self._size} {what}, one for each rank, not {len(tensors)}")
-
-    def _parts(self, whole: Tensor, part: Tensor) -> Sequence[Tensor]:
-        """``whole`` as one piece for each rank, each of ``part``'s shape."""
-        if whole.numel() != part.numel() * self._size:
-            # As it stands: the caller's check finds that it does not fit, and tells the peers.
-            return [whole]
-
-        shape = (self._size, *part.shape)
-        return list((whole if whole.shape == shape else whole.view(shape)).unbind(0))
-
-    def _split(self, what: str, whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        if sizes:
-            return list(whole.split(list(sizes))) if sum(sizes) == whole.shape[0] else [whole]
-
-        return list(whole.chunk(self._size)) if whole.shape[0] % self._size == 0 else [whole]
+        return rank
 
 
-def _rule(op: str, tensors: Sequence[Tensor]) -> Rule:
-    return rule(op, tensors[0].dtype)
+def _as_one(plans: Sequence[Plan]) -> Plan:
+    """Several collectives as one, in one hand-off."""
+    spans, end = [], 0
+    for plan in plans:
+        spans.append(slice(end, end + len(plan.tensors)))
+        end += len(plan.tensors)
 
+    def work(offers: Sequence[Offer]) -> Sequence[Task]:
+        return [
+            task
+            for plan, span in zip(plans, spans, strict=True)
+            for task in plan.work([offer._replace(tensors=offer.tensors[span]) for offer in offers])
+        ]
 
-def _listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-def _nested(lists: Sequence[Any]) -> Sequence[Tensor]:
-    """The only list in a list of lists, or the list itself."""
-    return lists if lists and isinstance(lists[0], Tensor) else lists[0]
-
-
-def _root(opts: Any) -> int:
-    return opts if isinstance(opts, int) else int(getattr(opts, "rootRank", 0))
-
-
-def _op_of(opts: Any) -> tuple[str, float | None]:
-    op: Any = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
-    kind = getattr(op, "op", op)
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        factor = op.__getstate__()[1]
-        return "premul_sum", float(factor)
-
-    return _OPS[kind], None
-
-
-def _shapes(tensors: Sequence[Tensor]) -> str:
-    """``float32[2, 3]``; several tensors of one shape as ``4 x float32[2, 3]``."""
-    texts = [f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" for tensor in tensors]
-    if len(texts) > 1 and len(set(texts)) == 1:
-        return f"{len(texts)} x {texts[0]}"
-
-    return ", ".join(texts)
-
-
-def _fits(what: str, tensor: Tensor, other: Tensor) -> None:
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        raise ValueError(f"this rank's {what} is {_shapes([tensor])}, but {_shapes([other])} among the ranks'")
-
-
-def _check_written(call: str, tensor: Tensor) -> None:
-    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise UnsupportedTensorError(f"{call}: can't write to an expanded tensor: its elements share memory; clone it")
+    return Plan(
+        " + ".join(plan.call for plan in plans),
+        [tensor for plan in plans for tensor in plan.tensors],
+        [tensor for plan in plans for tensor in plan.written],
+        work,
+        plans[0].timeout if plans else None,
+    )

@@ -1,4 +1,4 @@
-"""The c10d Work of one collective."""
+"""The c10d Works of this group."""
 
 from __future__ import annotations
 
@@ -10,47 +10,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import CollectiveMismatchError
+from dtorch_core import CollectiveMismatchError, streams
+from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket
 from dtorch_core.mail import Receipt
 
 
-class GroupWork(dist._Work):
-    """Waits for a ticket; its future carries the list of output tensors, as c10d's do."""
+class _Waited(dist._Work):
+    """What the Works here share: all of it follows from a wait that can be repeated."""
 
-    def __init__(self, ticket: Ticket, outputs: Sequence[Tensor], timeout: float, source: int = -1) -> None:
+    _future: torch.futures.Future[list[Tensor]] | None = None
+
+    def __init__(self, outputs: Sequence[Tensor], timeout: float) -> None:
         super().__init__()
-        self._ticket = ticket
         self._outputs = list(outputs)
         self._timeout = timeout
-        self._source = source
-        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    def _end(self, timeout: float) -> None:
+        """Wait for the end."""
+        raise NotImplementedError
+
+    def _add_done_callback(self, callback: Callable[[], None]) -> None:
+        raise NotImplementedError
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the result; on CUDA make the current stream wait instead of the host.
 
         :raises StoreTimeoutError: if ranks have not come in time; they are named.
         """
-        self._ticket.wait(seconds_of(timeout, self._timeout))
+        self._end(seconds_of(timeout, self._timeout))
         return True
 
     def synchronize(self) -> None:
         """As :meth:`wait`."""
         self.wait()
 
-    def is_completed(self) -> bool:
-        return self._ticket.done()
-
     def is_success(self) -> bool:
-        return self._ticket.done() and self.exception() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
         """What the work raised; None if it is not done, or done well."""
-        if not self._ticket.done():
+        if not self.is_completed():
             return None
 
         try:
-            self._ticket.wait(0)
+            self._end(0)
         except Exception as error:
             return error
 
@@ -60,155 +65,121 @@ class GroupWork(dist._Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        return self._source
+        return self._source_rank()
 
     def _source_rank(self) -> int:
-        return self._source
+        return -1
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        if self._future is None:
-            devices = sorted({tensor.device for tensor in self._outputs if tensor.is_cuda}, key=str)
-            future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices or None)  # type: ignore[arg-type]
-            self._future = future
-            self._ticket.add_done_callback(lambda: self._fulfil(future))
+        """A future of the list of output tensors, as c10d's."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
 
-        return self._future
+            future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=self._devices() or None)  # type: ignore[arg-type]
+            self._future = future
+
+        self._add_done_callback(lambda: self._fulfil(future))
+        return future
 
     def _fulfil(self, future: torch.futures.Future[list[Tensor]]) -> None:
         try:
             # Orders the current stream after the work; the future records it there for its consumers.
-            self._ticket.wait(0)
+            self._end(0)
+            future.set_result(self._outputs)
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
-        else:
-            future.set_result(self._outputs)
+
+    def _devices(self) -> list[torch.device]:
+        """The GPUs that outputs may be on."""
+        return sorted({tensor.device for tensor in self._outputs if tensor.is_cuda}, key=str)
 
 
-class SendWork(dist._Work):
+class GroupWork(_Waited):
+    """Waits for a ticket."""
+
+    def __init__(self, ticket: Ticket, outputs: Sequence[Tensor], timeout: float) -> None:
+        super().__init__(outputs, timeout)
+        self._ticket = ticket
+
+    def is_completed(self) -> bool:
+        return self._ticket.done()
+
+    def _end(self, timeout: float) -> None:
+        self._ticket.wait(timeout)
+
+    def _add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._ticket.add_done_callback(callback)
+
+
+class SendWork(_Waited):
     """A send: over when it returns, since the message is a copy."""
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return
+    def __init__(self) -> None:
+        super().__init__((), 0)
 
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
+    def _end(self, timeout: float) -> None:
+        return
 
-    def exception(self) -> BaseException | None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return []
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result([])
-        return future
+    def _add_done_callback(self, callback: Callable[[], None]) -> None:
+        callback()
 
 
-class ReceiveWork(GroupWork):
+class ReceiveWork(_Waited):
     """A receive: into the caller's buffer, or, without one, whatever arrives."""
 
-    def __init__(self, receipt: Receipt, buffer: Tensor | None, timeout: float, call: str) -> None:
-        super().__init__(_ReceiptTicket(receipt), [] if buffer is None else [buffer], timeout)
-        self._receipt, self._buffer, self._call = receipt, buffer, call
-        self._lock = threading.Lock()
-        self._received = False
+    def __init__(self, receipt: Receipt, buffer: Tensor | None, device: str, timeout: float, call: str) -> None:
+        super().__init__([] if buffer is None else [buffer], timeout)
+        self._receipt, self._buffer, self._device, self._call = receipt, buffer, torch.device(device), call
+        self._storing = threading.Lock()
+        self._source = -1
+        self._received: Tensor | None = None
+        self._stored: torch.cuda.Event | None = None
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        message, source = self._receipt.wait(seconds_of(timeout, self._timeout))
-        with self._lock:
-            if not self._received:
-                self._source = source
-                self._outputs = [self._stored(message, source)]
-                self._received = True
-
-        return True
+    def is_completed(self) -> bool:
+        return self._receipt.done()
 
     def cancel(self) -> bool:
         """Expect the message no more; False if it is here."""
         return self._receipt.cancel()
 
-    def _stored(self, message: Tensor, source: int) -> Tensor:
-        if self._buffer is None:
+    def _source_rank(self) -> int:
+        return self._source
+
+    def _devices(self) -> list[torch.device]:
+        return [self._device] if self._device.type == "cuda" else super()._devices()
+
+    def _end(self, timeout: float) -> None:
+        message, source = self._receipt.wait(timeout)
+        with self._storing:
+            if self._received is None:
+                self._source = source
+                self._outputs = [self._store(message, source)]
+                self._received = message
+            elif self._buffer is not None:
+                streams.order_after(self._stored, self._buffer)  # this thread's stream may be another one
+
+    def _store(self, message: Tensor, source: int) -> Tensor:
+        buffer = self._buffer
+        if buffer is None:
             return message
 
-        buffer = self._buffer.detach()
         if buffer.shape != message.shape or buffer.dtype != message.dtype:
             raise CollectiveMismatchError(
-                f"{self._call}: rank {source} sent {message.dtype} {list(message.shape)}, and the buffer is "
-                f"{buffer.dtype} {list(buffer.shape)}"
+                f"{self._call}: rank {source} sent {describe(message)}, and the buffer is {describe(buffer)}"
             )
 
-        buffer.copy_(message)
-        return self._buffer
+        with torch.inference_mode(buffer.is_inference()):  # a callback may run on a thread of another rank
+            buffer.detach().copy_(message)
 
-    def _fulfil(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        try:
-            self.wait(0.001)
-        except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
-        else:
-            future.set_result(self._outputs)
+        self._stored = streams.record(buffer)
+        return buffer
 
-
-class _ReceiptTicket(Ticket):
-    """A receipt as a ticket, for what a Work asks of either."""
-
-    def __init__(self, receipt: Receipt) -> None:
-        self._receipt = receipt
-
-    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
-        self._receipt.wait(timeout, stream)
-
-    def notes(self) -> Sequence[str]:
-        return ()
-
-    def done(self) -> bool:
-        return self._receipt.done()
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
+    def _add_done_callback(self, callback: Callable[[], None]) -> None:
         self._receipt.add_done_callback(callback)
-
-
-class Together(dist._Work):
-    """Several Works as one."""
-
-    def __init__(self, works: Sequence[GroupWork]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        return all([work.wait(timeout) for work in self._works])
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def result(self) -> list[Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        futures = [work.get_future() for work in self._works]
-        return torch.futures.collect_all(futures).then(lambda _: self.result())
-
-
-def together(works: Sequence[GroupWork]) -> dist._Work:
-    """One Work for several."""
-    return works[0] if len(works) == 1 else Together(works)
 
 
 def seconds_of(timeout: timedelta | float | None, default: float) -> float:

@@ -1,0 +1,177 @@
+"""How a ThreadGroup's calls run: checked, told to the peers where they fail, and given back as a Work or its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dtorch_core import _notes
+from dtorch_core._context import BackendContext
+from dtorch_core._selector import spec_of
+from dtorch_core._shapes import Shape, describe
+from dtorch_core._text import rank_list
+from dtorch_core._work import Started, Work
+from dtorch_core.checks import check_tensor
+from dtorch_core.errors import UnsupportedOperationError, UnsupportedTensorError
+from dtorch_core.reduction import rule
+
+T = TypeVar("T")
+Launch = Callable[[float], dist.Work]
+"""Starts the c10d collective, which may take so many seconds."""
+Prepared = tuple[Launch, Callable[[], T]]
+"""And what gives the call's result once it is done."""
+
+
+class GroupCalls:
+    """The base of :class:`ThreadGroup`: who the group is, and what its calls share."""
+
+    def __init__(self, process_group: dist.ProcessGroup, ctx: BackendContext) -> None:
+        self.process_group = process_group
+        """The c10d process group under it, for DeviceMesh, DTensor, DDP and the like."""
+        self.name = ctx.name
+        self.rank = ctx.rank
+        self.world_size = ctx.world_size
+        self.device = ctx.device
+        self.topology = ctx.topology
+        self.selection = ctx.selection
+        self.backend = ctx.selection.chosen or ""
+        self.timeout = ctx.timeout
+        self._capabilities = spec_of(ctx.selection).capabilities
+
+    def _run(
+        self, call: str, prepare: Callable[[], Prepared[T]], timeout: float | None, async_op: bool
+    ) -> Any:  # noqa: ANN401 - what the call returns, or a Work of it
+        """A call whose ranks know all sizes."""
+        try:
+            seconds = self._seconds(call, timeout, async_op)
+        except Exception as error:
+            _notes.refuse(self.process_group, call, error)
+            raise
+
+        work = Work(None, lambda _: self._launch(call, prepare, seconds), seconds, self.device)
+        return work if async_op else work.result()
+
+    def _exchange(
+        self,
+        same: str,
+        call: str,
+        tell: Callable[[], str],
+        prepare: Callable[[Sequence[str]], Prepared[T]],
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:  # noqa: ANN401
+        """A call whose ranks tell each other their sizes first. ``same`` is what all of them have to call."""
+        try:
+            seconds = self._seconds(call, timeout, async_op)
+            text = tell()
+        except Exception as error:
+            _notes.refuse(self.process_group, call, error)
+            raise
+
+        notes = _notes.post(self.process_group, self.device, same, call, text, seconds)
+
+        def start(texts: Sequence[str]) -> Started[T]:
+            with notes.place:
+                return self._launch(call, lambda: prepare(texts), seconds)
+
+        work = Work(notes, start, seconds, self.device)
+        return work if async_op else work.result()
+
+    def _launch(self, call: str, prepare: Callable[[], Prepared[T]], seconds: float) -> Started[T]:
+        # What is wrong with this rank's arguments has to reach its peers: they would wait for it otherwise. What the
+        # process group itself raises, it has told them.
+        try:
+            launch, finish = prepare()
+        except Exception as error:
+            _notes.refuse(self.process_group, call, error)
+            raise
+
+        return launch(seconds), finish
+
+    # Checks. Those that can fail on one rank alone run where their error is told to the peers.
+
+    def _label(self, call: str) -> str:
+        return f"group {self.name!r}, rank {self.rank}, {call}"
+
+    def _seconds(self, call: str, timeout: float | None, async_op: bool = False) -> float:
+        if async_op:
+            self._need("async", call)
+
+        if timeout is None:
+            return self.timeout
+
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
+            raise ValueError(f"{self._label(call)}: timeout must be a number of seconds, not {timeout!r}")
+
+        return max(0.001, timeout)  # to c10d, zero means "no timeout of its own"
+
+    def _check(self, call: str, x: Tensor, op: str | None = None, root: int | None = None) -> None:
+        check_tensor(self._label(call), x)
+        self._need(x.device.type, call)
+        if op is not None:
+            self._check_op(call, op, x)
+
+        if root is not None:
+            self._check_rank(call, root)
+
+    def _check_op(self, call: str, op: str, x: Tensor) -> None:
+        if op in ("band", "bor", "bxor"):
+            self._need("bitwise_ops", call)
+
+        if op == "premul_sum":
+            raise UnsupportedOperationError(
+                f"{self._label(call)}: premul_sum needs its factor: multiply x first, or use process_group"
+            )
+
+        try:
+            rule(op, x.dtype)
+        except (UnsupportedOperationError, UnsupportedTensorError) as error:
+            raise type(error)(f"{self._label(call)}: {error}") from None
+
+    def _check_p2p(self, call: str, peer: int | None, tag: int) -> None:
+        self._need("p2p", call)
+        if peer is None:
+            self._need("any_source", call)
+        else:
+            self._check_rank(call, peer)
+
+        if peer == self.rank:
+            self._need("self_send", call)
+
+        if isinstance(tag, bool) or not isinstance(tag, int):
+            raise TypeError(f"{self._label(call)}: tag must be an int, not {tag!r}")
+
+        if tag != 0:
+            self._need("tags", call)
+
+    def _check_rank(self, call: str, rank: int) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"{self._label(call)}: a rank is an int, not {rank!r}")
+
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{self._label(call)}: there is no rank {rank} ({rank_list(range(self.world_size))})")
+
+    def _check_one_each(self, call: str, xs: Sequence[Tensor] | None) -> None:
+        if not isinstance(xs, Sequence) or len(xs) != self.world_size:
+            found = str(len(xs)) if isinstance(xs, Sequence) else describe(xs)
+            raise ValueError(f"{self._label(call)}: needs {self.world_size} tensors, one for each rank, not {found}")
+
+        for x in xs:
+            self._check(call, x)
+
+        if len({(x.dtype, x.device) for x in xs}) > 1:
+            raise UnsupportedTensorError(f"{self._label(call)}: the tensors must have one dtype and device")
+
+    def _check_uneven(self, call: str, shapes: Sequence[Shape]) -> None:
+        if len(set(shapes)) > 1:
+            self._need("uneven", call)
+
+    def _need(self, capability: str, call: str) -> None:
+        if capability not in self._capabilities:
+            raise UnsupportedOperationError(
+                f"{self._label(call)}: backend {self.backend!r} does not declare {capability!r}"
+            )

@@ -1,0 +1,84 @@
+"""Memory for results: new, or what the caller gave as ``out``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtorch_core import streams
+from dtorch_core._shapes import Shape, describe
+from dtorch_core.checks import check_tensor
+from dtorch_core.errors import UnsupportedTensorError
+
+
+class Memory:
+    """Where a collective writes its result. Not ``out`` itself if that would overwrite what is still to be read."""
+
+    def __init__(
+        self,
+        label: str,
+        out: Tensor | None,
+        shape: Shape,
+        device: torch.device,
+        reads: Sequence[Tensor] = (),
+    ) -> None:
+        """
+        :param reads: this rank's inputs, which its peers may still read when the first results are written.
+        :raises UnsupportedTensorError: if ``out`` has another shape, dtype or device.
+        """
+        if out is not None:
+            _check_out(label, out, shape, device)
+
+        self._out = out
+        self._stored: list[torch.cuda.Event | None] = []
+        self._direct = out is not None and not any(_overlap(out, tensor) for tensor in reads)
+        self.tensor = out.detach() if out is not None and self._direct else shape.empty(device)
+
+    def result(self) -> Tensor:
+        """What the caller gets, once the collective is done: ``out``, or new memory. May be called again."""
+        if self._out is None:
+            return self.tensor
+
+        if not self._direct:
+            if not self._stored:
+                self._out.detach().copy_(self.tensor)
+                self._stored.append(streams.record(self._out))
+            else:
+                streams.order_after(self._stored[0], self._out)
+
+        return self._out
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """They are one view of one memory."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """They may have an element's memory in common: what lies between their first and last bytes meets."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
+        return False
+
+    return a.data_ptr() < b.data_ptr() + _extent(b) and b.data_ptr() < a.data_ptr() + _extent(a)
+
+
+def _extent(tensor: Tensor) -> int:
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _check_out(label: str, out: Tensor, shape: Shape, device: torch.device) -> None:
+    check_tensor(f"{label}, out=", out)
+    if Shape.of(out) != shape or out.device != device:
+        raise UnsupportedTensorError(
+            f"{label}: out= is {describe(out)} on {out.device}, the result is {shape} on {device}"
+        )

@@ -1,0 +1,128 @@
+"""What a c10d call is given: unpacked from its lists, cut into one piece for each rank, and checked.
+
+What is wrong is raised before anything is posted, so that it can be told to the peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtorch_core import UnsupportedTensorError
+from dtorch_core._shapes import describe, describe_all
+from dtorch_core.checks import check_tensor
+
+
+def listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    """A tensor stands for a list of one."""
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def only(what: str, tensors: Sequence[Tensor] | Tensor) -> Tensor:
+    """The only tensor of a list."""
+    if isinstance(tensors, Tensor):
+        return tensors
+
+    if len(tensors) != 1:
+        raise ValueError(f"takes one {what} a rank, not {len(tensors)}")
+
+    return tensors[0]
+
+
+def only_list(what: str, lists: Sequence[Any]) -> Sequence[Tensor]:
+    """The only list in a list of lists, or the list itself."""
+    if lists and isinstance(lists[0], Tensor):
+        return lists
+
+    if len(lists) != 1:
+        raise ValueError(f"takes one list of {what} a rank, not {len(lists)}")
+
+    tensors: Sequence[Tensor] = lists[0]
+    return tensors
+
+
+def one_each(what: str, tensors: Sequence[Tensor], size: int) -> Sequence[Tensor]:
+    """One tensor for each of ``size`` ranks."""
+    if len(tensors) != size:
+        raise ValueError(f"needs {size} {what}, one for each rank, not {len(tensors)}")
+
+    return tensors
+
+
+def parts(what: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]:
+    """``whole`` as one piece for each of ``size`` ranks, each of ``part``'s shape."""
+    if whole.dtype != part.dtype or whole.numel() != part.numel() * size:
+        raise ValueError(f"the {what} is {describe(whole)}, and must hold {size} times {describe(part)}")
+
+    shape = tuple(part.shape)
+    if shape and shape[0] and tuple(whole.shape) == (size * shape[0], *shape[1:]):
+        return list(whole.split(shape[0]))
+
+    if tuple(whole.shape) == (size, *shape):
+        return list(whole.unbind(0))
+
+    if not whole.is_contiguous():
+        raise ValueError(f"the {what} is {describe(whole)}; to be cut into {describe(part)} it must be contiguous")
+
+    return list(whole.view(size, *shape).unbind(0))
+
+
+def pieces(what: str, whole: Tensor, sizes: Sequence[int], size: int) -> Sequence[Tensor]:
+    """``whole`` cut along its first dim for ``size`` ranks; in equal pieces where no sizes are given."""
+    if whole.dim() == 0:
+        raise ValueError(f"the {what} is {describe(whole)}, and must have a dim to be cut along")
+
+    length = whole.shape[0]
+    if not sizes:
+        if length % size:
+            raise ValueError(f"the {what} is {describe(whole)}: {length} is no multiple of {size} ranks")
+
+        return list(whole.split([length // size] * size))
+
+    if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
+        raise ValueError(f"the {what} is {describe(whole)}, and can't be split in {list(sizes)} for {size} ranks")
+
+    return list(whole.split(list(sizes)))
+
+
+def one_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of all of them."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) != 1:
+        raise ValueError(f"the tensors must have one dtype, and are {describe_all(tensors)}")
+
+    return dtypes.pop()
+
+
+def check_fits(what: str, tensor: Tensor, other: Tensor) -> None:
+    """``tensor`` is of the shape that this rank's place among the ranks has."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        raise ValueError(f"this rank's {what} is {describe(tensor)}, but {describe(other)} among the ranks'")
+
+
+def check_together(call: str, tensors: Sequence[Tensor]) -> None:
+    """They can be exchanged, and are on one device.
+
+    :raises UnsupportedTensorError: if not.
+    """
+    for tensor in tensors:
+        check_tensor(call, tensor)
+
+    if len(tensors) > 1 and len(devices := {tensor.device for tensor in tensors}) > 1:
+        where = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedTensorError(f"{call}: its tensors are on {where}; they must be on one device")
+
+
+def check_written(call: str, tensor: Tensor) -> None:
+    """Each of its elements has memory of its own.
+
+    :raises UnsupportedTensorError: if not.
+    """
+    if 0 not in tensor.stride():
+        return
+
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise UnsupportedTensorError(f"{call}: can't write to an expanded tensor: its elements share memory; clone it")

@@ -1,0 +1,73 @@
+"""Reads what c10d's methods take after the tensors: an options object, or its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from dtorch_core import UnsupportedOperationError
+from dtorch_samedevice_group.work import seconds_of
+
+_OPS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+    dist.ReduceOp.PREMUL_SUM: "premul_sum",
+}
+_SIMPLE = (timedelta, int, dist.ReduceOp, dist.ReduceOp.RedOpType)
+
+
+class Options(NamedTuple):
+    """What a call asks for; what it does not name is c10d's default."""
+
+    op: str = "sum"
+    factor: float | None = None
+    """Of premul_sum."""
+    root: int = 0
+    timeout: float | None = None
+    """Seconds; None is the group's."""
+
+    @property
+    def op_text(self) -> str:
+        """As a fingerprint has it."""
+        return self.op if self.factor is None else f"{self.op} by {self.factor}"
+
+    @classmethod
+    def read(cls, values: Sequence[Any], named: Mapping[str, Any]) -> Options:
+        """An options object, a root, a ReduceOp, a timeout: in any order, since no two are of one type."""
+        op, factor, root, timeout = "sum", None, 0, None
+        for value in _parts((*values, *named.values())):
+            if isinstance(value, timedelta):
+                timeout = seconds_of(value, 0) or None
+            elif isinstance(value, int):
+                root = value
+            elif value is not None:
+                op, factor = _op_of(value)
+
+        return cls(op, factor, root, timeout)
+
+
+def _parts(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, _SIMPLE):
+            yield value
+        else:
+            yield getattr(value, "reduceOp", None)
+            yield getattr(value, "rootRank", None)
+            yield getattr(value, "timeout", None)
+
+
+def _op_of(op: Any) -> tuple[str, float | None]:  # noqa: ANN401
+    name = _OPS.get(getattr(op, "op", op))
+    if name is None:
+        raise UnsupportedOperationError(f"there is no reduction for {op}")
+
+    return name, float(op.__getstate__()[1]) if name == "premul_sum" else None
