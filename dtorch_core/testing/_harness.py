@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from multiprocessing import resource_tracker
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -87,9 +88,7 @@ class Conformance:
     def _contract(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Skip what is not declared, or can't run here; afterwards nothing may be left."""
         self._skip_unless_declared(request.function)
-        if torch.cuda.is_available():
-            torch.zeros(1, device=CUDA)  # the driver's own threads and files come now, not in the test
-
+        _wake_driver()
         if "multi_process" in self.declared:
             resource_tracker.ensure_running()  # so does the helper that multiprocessing starts once
 
@@ -131,6 +130,14 @@ class Conformance:
                     marks = [mark for mark in getattr(used, "pytestmark", ()) if mark.name == "xfail"]
                     excused = any(mark.kwargs.get("reason") for mark in marks)
                     assert used is test or excused, f"{name} is replaced; mark it xfail(reason=...) instead"
+
+
+@cache
+def _wake_driver() -> None:
+    """The driver's own threads and files come now, not in a test."""
+    for number in range(torch.cuda.device_count()):
+        for peer in range(torch.cuda.device_count()):
+            torch.zeros(1, device=f"cuda:{number}").to(f"cuda:{peer}").cpu()
 
 
 def installed_spec(kind: Kind, name: str) -> BackendSpec:
