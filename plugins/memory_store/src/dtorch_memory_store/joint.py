@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from dtorch_core import AbortedError, ProtocolError, StoreTimeoutError, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of
 from dtorch_memory_store.presence import Presence
-from dtorch_memory_store.waiting import Failure, Waiter, raise_if, settle, wake
+from dtorch_memory_store.waiting import Failure, Notice, Waiter, raise_if, settle, wake
 
 LINE = "\n"
 """A note's first line says what the work is; the rest is data."""
@@ -31,7 +30,6 @@ class Call:
     """One piece of joint work, shared by its ranks."""
 
     __slots__ = (
-        "callbacks",
         "came",
         "done_event",
         "error",
@@ -40,6 +38,7 @@ class Call:
         "key",
         "next_task",
         "notes",
+        "notices",
         "offers",
         "running",
         "tasks",
@@ -54,7 +53,8 @@ class Call:
         self.events: list[tuple[torch.cuda.Event, Tensor]] = []
         self.came = 0
         self.waiters: list[Waiter] = []
-        self.callbacks: list[Callable[[], None]] = []
+        self.notices: list[Waiter] = []
+        """Told at the end only, while waiters are also woken to help."""
         self.tasks: Sequence[Task] = ()
         self.next_task = itertools.count()
         self.unfinished = 0
@@ -66,6 +66,11 @@ class Call:
     def missing(self) -> list[int]:
         """The ranks that have not come."""
         return [rank for rank, offer in enumerate(self.offers) if offer is None]
+
+    def what(self, rank: int) -> str:
+        """How messages to ``rank``, which has come, call it."""
+        offer = self.offers[rank]
+        return f"{self.key}, {offer.note.partition(LINE)[0]}" if offer is not None else self.key
 
 
 class Joint:
@@ -82,10 +87,7 @@ class Joint:
         event = streams.record(offer.tensors[0], stream) if offer.tensors else None
         with self.presence.mutex:
             self.presence.check_open(rank)
-            if self._retired is not None:
-                raise AbortedError(f"{self.presence.me(rank)}, {key}: {self._retired}")
-
-            raise_if(self.presence.over(rank, key))
+            raise_if(self.over(rank, key))
             call = self._calls.get(key)
             if call is None:
                 call = self._calls[key] = Call(key, self.presence.world_size)
@@ -103,7 +105,7 @@ class Joint:
                 del self._calls[key]
 
         if last:
-            self._start(call, work, stream)
+            self._start(call, rank, work, stream)
 
         return MemoryTicket(self, call, rank)
 
@@ -124,38 +126,82 @@ class Joint:
                     continue
 
                 started = call.came == self.presence.world_size
+                raise_if(self._hopeless(call, rank))
                 waiter = Waiter(rank)
-                if not started:
-                    raise_if(self._why_not_done(call, waiter))
-
                 call.waiters.append(waiter)
 
             # Once all have come the work ends by itself; leaving it would leave this rank's tensors to its writes.
             waiter.sleep(threading.TIMEOUT_MAX if started else deadline - time.monotonic())
+            woken: list[Waiter] = []
             with self.presence.mutex:
                 if not waiter.settled:
                     call.waiters.remove(waiter)
                     if call.came < self.presence.world_size:
-                        raise self._give_up(call, rank, timeout)
+                        waiter.error, woken = self._retire(call, rank, timeout)
 
-                raise_if(waiter.error)
+            wake(woken)
+            raise_if(waiter.error)
 
         if call.error is not None:
             raise copy_of(call.error)
+
+    def done(self, call: Call, rank: int) -> bool:
+        """It is finished, or never will be."""
+        if call.finished:
+            return True
+
+        with self.presence.mutex:
+            return call.finished or self._hopeless(call, rank) is not None
+
+    def notify(self, call: Call, rank: int, callback: Callable[[], None]) -> None:
+        """Call back when it is done; at once if it is."""
+        with self.presence.mutex:
+            if not call.finished and self._hopeless(call, rank) is None:
+                call.notices.append(Notice(rank, callback))
+                return
+
+        callback()
+
+    def over(self, rank: int, what: str) -> Failure | None:
+        """Why nothing can be begun any more; None while it can. Under the mutex."""
+        failure = self.presence.over(rank, what)
+        if failure is None and self._retired is not None:
+            reason = f"{self.presence.me(rank)}, {what}: {self._retired}"
+            return lambda: AbortedError(reason)
+
+        return failure
 
     def give_up(self) -> list[Waiter]:
         """Fail the waits that can't end well any more: the waiters to wake. Under the mutex."""
         failed = []
         for call in self._calls.values():
-            failed += settle(call.waiters, partial(self._why_not_done, call))
+            # Those asleep have a deadline of their own, also when another rank has given up at its.
+            failed += settle(call.waiters, lambda waiter, call=call: self._stuck(call, waiter.rank))  # type: ignore[misc]
             call.waiters = [waiter for waiter in call.waiters if not waiter.settled]
+            failed += settle(call.notices, lambda notice, call=call: self._hopeless(call, notice.rank))  # type: ignore[misc]
+            call.notices = [notice for notice in call.notices if not notice.settled]
 
         return failed
 
-    def _why_not_done(self, call: Call, waiter: Waiter) -> Failure | None:
-        return self.presence.lacks(waiter.rank, call.missing(), call.key)
+    def _stuck(self, call: Call, rank: int) -> Failure | None:
+        """Why those who have not come can't come any more."""
+        if call.came == self.presence.world_size:
+            return None
 
-    def _start(self, call: Call, work: Work, stream: torch.cuda.Stream | None) -> None:
+        if rank in self.presence.closed:
+            reason = f"{self.presence.me(rank)}, {call.what(rank)}: it was closed"
+            return lambda: AbortedError(reason)
+
+        return self.presence.lacks(rank, call.missing(), call.what(rank))
+
+    def _hopeless(self, call: Call, rank: int) -> Failure | None:
+        """Why ``rank`` need not begin to wait for it."""
+        if call.came == self.presence.world_size:
+            return None
+
+        return self._stuck(call, rank) or self.over(rank, call.what(rank))
+
+    def _start(self, call: Call, rank: int, work: Work, stream: torch.cuda.Stream | None) -> None:
         offers = [offer for offer in call.offers if offer is not None]
         call.notes = [offer.note for offer in offers]
         tasks: Sequence[Task] = ()
@@ -180,6 +226,7 @@ class Joint:
 
         wake(woken)
         self._help(call)
+        self._await_helpers(call, rank)
 
     def _on_stream(
         self, call: Call, offers: list[Offer], work: Work, stream: torch.cuda.Stream | None
@@ -190,17 +237,19 @@ class Joint:
         for event, _ in call.events:
             queue.wait_event(event)
 
-        # The current stream is entered by nobody: entering costs as much as a kernel launch.
-        with torch.cuda.stream(queue) if stream is not None else nullcontext():
-            for task in work(offers):
-                task()
+        try:
+            # The current stream is entered by nobody: entering costs as much as a kernel launch.
+            with torch.cuda.stream(queue) if stream is not None else nullcontext():
+                for task in work(offers):
+                    task()
+        finally:
+            for offer in offers:
+                for tensor in offer.tensors:
+                    streams.keep_until_done(tensor, queue)
 
-        for offer in offers:
-            for tensor in offer.tensors:
-                streams.keep_until_done(tensor, queue)
+            call.done_event = torch.cuda.Event()
+            call.done_event.record(queue)
 
-        call.done_event = torch.cuda.Event()
-        call.done_event.record(queue)
         return ()
 
     def _help(self, call: Call) -> None:
@@ -227,20 +276,31 @@ class Joint:
             # Views and closures over every rank's tensors: let them go with the work.
             call.tasks, call.offers = (), []
             woken = _all_done(call)
-            callbacks, call.callbacks = call.callbacks, []
+            woken += call.notices  # after the threads: a callback may take its time
+            call.notices = []
 
         wake(woken)
-        for callback in callbacks:
-            callback()
 
-    def _give_up(self, call: Call, rank: int, timeout: float) -> Exception:
-        missing, offer = rank_list(call.missing()), call.offers[rank]
-        what = f"{call.key}, {offer.note.partition(LINE)[0]}" if offer is not None else call.key
-        late = f"{missing} had not come after {seconds(timeout)}"
+    def _await_helpers(self, call: Call, rank: int) -> None:
+        """Until the other ranks have ended the task that each is at: the next work may write to the same tensors."""
+        with self.presence.mutex:
+            if call.finished:
+                return
+
+            waiter = Waiter(rank)
+            call.waiters.append(waiter)
+
+        waiter.sleep(threading.TIMEOUT_MAX)
+
+    def _retire(self, call: Call, rank: int, timeout: float) -> tuple[Failure, list[Waiter]]:
+        """A rank gives up: nothing can be begun any more. Its error, and whom to wake. Under the mutex."""
+        what = call.what(rank)
+        late = f"{rank_list(call.missing())} had not come after {seconds(timeout)}"
         if self._retired is None:
             self._retired = f"rank {rank} gave up on {what}: {late}"
 
-        return StoreTimeoutError(f"{self.presence.me(rank)}, {what}: {late}")
+        text = f"{self.presence.me(rank)}, {what}: {late}"
+        return lambda: StoreTimeoutError(text), self.give_up()
 
 
 def _all_done(call: Call) -> list[Waiter]:
@@ -274,12 +334,7 @@ class MemoryTicket(Ticket):
         return self._call.notes
 
     def done(self) -> bool:
-        return self._call.finished
+        return self._joint.done(self._call, self._rank)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._joint.presence.mutex:
-            if not self._call.finished:
-                self._call.callbacks.append(callback)
-                return
-
-        callback()
+        self._joint.notify(self._call, self._rank, callback)

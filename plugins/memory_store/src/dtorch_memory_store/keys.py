@@ -22,7 +22,7 @@ from dtorch_memory_store.waiting import Failure, Waiter, raise_if, settle, wake
 class Publication:
     """One generation of one key."""
 
-    __slots__ = ("borrowers", "events", "finished", "get_count", "owner", "ready", "takers", "tensor", "waiters")
+    __slots__ = ("events", "finished", "get_count", "owner", "ready", "takers", "tensor", "waiters")
 
     def __init__(self, owner: int, tensor: Tensor, get_count: int, ready: torch.cuda.Event | None) -> None:
         self.owner = owner
@@ -30,7 +30,6 @@ class Publication:
         self.get_count = get_count
         self.ready = ready
         self.takers: set[int] = set()
-        self.borrowers: set[int] = set()
         self.finished: set[int] = set()
         self.events: list[torch.cuda.Event] = []
         self.waiters: list[Waiter] = []
@@ -41,12 +40,12 @@ class Publication:
             return False
 
         self.takers.add(rank)
-        self.borrowers.add(rank)
         return True
 
     @property
-    def complete(self) -> bool:
-        return len(self.finished) == self.get_count
+    def borrowers(self) -> set[int]:
+        """The ranks that have taken a share and not finished."""
+        return self.takers - self.finished
 
 
 class Keys:
@@ -126,10 +125,9 @@ class Keys:
         dropped: Tensor | None = None  # freed on return: not under the mutex
         with self._presence.mutex:
             publication = self._keys.get(key)
-            if publication is None or rank not in publication.borrowers:
+            if publication is None or rank not in publication.takers or rank in publication.finished:
                 raise self._bad_finish(rank, key, publication)
 
-            publication.borrowers.remove(rank)
             publication.finished.add(rank)
             if event is not None:
                 publication.events.append(event)
@@ -137,7 +135,7 @@ class Keys:
             if self._orphans:
                 self._orphans.discard((rank, key))
 
-            if publication.complete:
+            if len(publication.finished) == publication.get_count:
                 dropped, publication.tensor = publication.tensor, None
                 woken = [waiter for waiter in publication.waiters if not waiter.settled]
                 if woken:
@@ -149,8 +147,8 @@ class Keys:
         wake(woken)
         del dropped
 
-    def wait(self, rank: int, key: str, timeout: float) -> list[torch.cuda.Event]:
-        """Wait until all have finished, then free the key: the events to order the producer's stream after."""
+    def wait(self, rank: int, key: str, timeout: float) -> Publication:
+        """Wait until all have finished, then free the key: what it held, and the events of its consumers."""
         deadline = time.monotonic() + timeout
         with self._presence.mutex:
             self._presence.check_open(rank)
@@ -158,9 +156,9 @@ class Keys:
             if publication is None or publication.owner != rank:
                 raise self._bad_wait(rank, key, publication)
 
-            if publication.complete:
+            if len(publication.finished) == publication.get_count:
                 del self._keys[key]
-                return publication.events
+                return publication
 
             waiter = Waiter(rank)
             raise_if(self._why_no_finish(key, publication, waiter))
@@ -178,11 +176,11 @@ class Keys:
             raise
 
         if waiter.done:  # the last to finish has freed the key
-            return publication.events
+            return publication
 
         with self._presence.mutex:
             if waiter.done:
-                return publication.events
+                return publication
 
             publication.waiters.remove(waiter)
             raise_if(waiter.error)
@@ -247,9 +245,13 @@ class Keys:
         return None
 
     def _serve(self, key: str, publication: Publication) -> list[Waiter]:
-        getters = self._getters.get(key)
-        if not getters:
-            return []
+        getters = self._getters.get(key, ())
+        if len(getters) == 1 and not getters[0].settled and publication.take(getters[0].rank):
+            # What most hand-offs are: one waits for one.
+            waiter = getters[0]
+            waiter.done, waiter.result = True, publication
+            del self._getters[key]
+            return [waiter]
 
         served = [waiter for waiter in getters if not waiter.settled and publication.take(waiter.rank)]
         for waiter in served:
@@ -265,7 +267,6 @@ class Keys:
             return []
 
         publication.takers.discard(waiter.rank)
-        publication.borrowers.discard(waiter.rank)
         return self._serve(key, publication)
 
     def _drop_getter(self, key: str, waiter: Waiter) -> None:

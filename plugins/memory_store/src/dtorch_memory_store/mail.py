@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dtorch_core import StoreTimeoutError, streams
+from dtorch_core import AbortedError, StoreTimeoutError, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.mail import Receipt
 from dtorch_memory_store.presence import Presence
-from dtorch_memory_store.waiting import Failure, Waiter, raise_if, settle, wake
+from dtorch_memory_store.waiting import Failure, Notice, Waiter, raise_if, settle, wake
 
 
 class Message:
@@ -26,8 +26,12 @@ class Message:
 class Letters:
     """A letter box for each rank: messages that wait for a receipt, or receipts for a message."""
 
-    def __init__(self, presence: Presence) -> None:
+    def __init__(self, presence: Presence, over: Callable[[int, str], Failure | None]) -> None:
+        """
+        :param over: why a rank can begin nothing any more.
+        """
         self.presence = presence
+        self._over = over
         self._letters: list[list[Message]] = [[] for _ in range(presence.world_size)]
         self._receipts: list[list[MemoryReceipt]] = [[] for _ in range(presence.world_size)]
 
@@ -35,7 +39,7 @@ class Letters:
         """Hand a message to the first receipt that it fits, or leave it in the box."""
         with self.presence.mutex:
             self.presence.check_open(message.src)
-            raise_if(self.presence.over(message.src, f"send to rank {dst}"))
+            raise_if(self._over(message.src, f"send to rank {dst}"))
             receipts = self._receipts[dst]
             receipt = next((receipt for receipt in receipts if receipt.fits(message)), None)
             if receipt is None:
@@ -43,17 +47,16 @@ class Letters:
                 return
 
             receipts.remove(receipt)
-            woken, callbacks = receipt.fulfil(message)
+            woken = receipt.fulfil(message)
 
         wake(woken)
-        for callback in callbacks:
-            callback()
 
     def expect(self, rank: int, src: int | None, tag: int) -> MemoryReceipt:
         """A receipt for the next message that fits."""
         receipt = MemoryReceipt(self, rank, src, tag)
         with self.presence.mutex:
             self.presence.check_open(rank)
+            raise_if(self._over(rank, receipt.what))
             letters = self._letters[rank]
             letter = next((letter for letter in letters if receipt.fits(letter)), None)
             if letter is None:
@@ -75,6 +78,10 @@ class Letters:
 
     def why_no_message(self, receipt: MemoryReceipt) -> Failure | None:
         """Why nobody can send it any more; None while somebody can."""
+        if receipt.rank in self.presence.closed:
+            reason = f"{self.presence.me(receipt.rank)}, {receipt.what}: it was closed"
+            return lambda: AbortedError(reason)
+
         common = self.presence.over(receipt.rank, receipt.what)
         if common is not None:
             return common
@@ -103,7 +110,6 @@ class MemoryReceipt(Receipt):
         self.rank, self.src, self.tag = rank, src, tag
         self.message: Message | None = None
         self._waiters: list[Waiter] = []
-        self._callbacks: list[Callable[[], None]] = []
 
     @property
     def what(self) -> str:
@@ -114,15 +120,14 @@ class MemoryReceipt(Receipt):
         """The message is from the right source, with the right tag."""
         return self.tag == message.tag and self.src in (None, message.src)
 
-    def fulfil(self, message: Message) -> tuple[list[Waiter], list[Callable[[], None]]]:
-        """The message is here: whom to wake and what to call, outside the mutex."""
+    def fulfil(self, message: Message) -> list[Waiter]:
+        """The message is here: whom to wake."""
         self.message = message
         woken, self._waiters = [waiter for waiter in self._waiters if not waiter.settled], []
         for waiter in woken:
             waiter.done = True
 
-        callbacks, self._callbacks = self._callbacks, []
-        return woken, callbacks
+        return woken
 
     def give_up(self, failure: Failure | None) -> list[Waiter]:
         """Fail the waits for it, if there is a failure: whom to wake."""
@@ -166,7 +171,7 @@ class MemoryReceipt(Receipt):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         with self._letters.presence.mutex:
             if self.message is None and self._letters.why_no_message(self) is None:
-                self._callbacks.append(callback)
+                self._waiters.append(Notice(self.rank, callback))
                 return
 
         callback()

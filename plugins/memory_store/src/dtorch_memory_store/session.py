@@ -20,7 +20,7 @@ class Session:
         self._barrier = Gate("barrier", self.presence, elsewhere=self._reset.here)
         self.keys = Keys(self.presence, resetting=self._reset.here)
         self.joint = Joint(self.presence)
-        self.letters = Letters(self.presence)
+        self.letters = Letters(self.presence, self.joint.over)
 
     def barrier(self, rank: int, timeout: float) -> None:
         """Wait for every rank."""

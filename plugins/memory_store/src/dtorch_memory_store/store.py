@@ -54,7 +54,8 @@ class MemoryTensorStore(TensorStore):
 
             shared, ready = streams.copy_to_device(tensor.detach(), dest_device, stream)
         else:
-            shared, ready = _own_bytes(tensor.detach()), streams.record(tensor, stream)
+            shared = _own_bytes(tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach())
+            ready = streams.record(tensor, stream)
 
         if ready is not None:
             self._session.keys.uses_events = True
@@ -64,9 +65,13 @@ class MemoryTensorStore(TensorStore):
     def src_wait_until_get_finished(
         self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None
     ) -> None:
-        for event in self._session.keys.wait(self.rank, key, self._seconds(timeout)):
-            # The event's own device, not the tensor's: the tensor is gone by now.
-            (stream if stream is not None else torch.cuda.current_stream(event.device)).wait_event(event)
+        publication = self._session.keys.wait(self.rank, key, self._seconds(timeout))
+        if publication.events:
+            assert publication.ready is not None, "consumers record events of CUDA tensors only"
+            # The producer's device: a consumer's event can be of another one. (The tensor is gone by now.)
+            queue = stream if stream is not None else torch.cuda.current_stream(publication.ready.device)
+            for event in publication.events:
+                queue.wait_event(event)
 
     def dest_get(
         self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None
@@ -157,10 +162,10 @@ def _own_bytes(tensor: Tensor) -> Tensor:
         return tensor
 
     storage = tensor.untyped_storage()
-    size = tensor.element_size()
-    if storage.nbytes() == tensor.numel() * size:
+    if storage.nbytes() == tensor.nbytes and tensor.is_contiguous():
         return tensor
 
+    size = tensor.element_size()
     start = tensor.storage_offset() * size
     extent = 0
     if tensor.numel():

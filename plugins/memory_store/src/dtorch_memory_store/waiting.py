@@ -40,6 +40,19 @@ class Waiter:
         self._lock.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX)))
 
 
+class Notice(Waiter):
+    """A callback in a waiter's place: to wake it is to call it."""
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, rank: int, callback: Callable[[], None]) -> None:
+        self.rank, self.done, self.result, self.error = rank, False, None, None
+        self._callback = callback
+
+    def wake(self) -> None:
+        self._callback()
+
+
 def settle(waiters: Iterable[Waiter], failure_of: Callable[[Waiter], Failure | None]) -> list[Waiter]:
     """Fail those that have no outcome yet and for which there is a failure: the waiters to wake. Under the mutex."""
     failed = []
