@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -36,8 +36,10 @@ class Work(Generic[T]):
 
         # What follows an exchange is begun by whichever thread ends the exchange, but as this rank's thread would.
         self._inference = torch.is_inference_mode_enabled()
-        cuda = self._device.type == "cuda"
-        self._on_own_stream = partial(torch.cuda.stream, torch.cuda.current_stream(self._device)) if cuda else nullcontext
+        self._on_own_stream: Callable[[], AbstractContextManager[object]] = nullcontext
+        if self._device.type == "cuda":
+            self._on_own_stream = partial(torch.cuda.stream, torch.cuda.current_stream(self._device))
+
         notes.add_done_callback(self._begin)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:

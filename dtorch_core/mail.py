@@ -36,7 +36,7 @@ class Receipt(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """The message is here."""
+        """The message is here, or can't come any more."""
 
     @abstractmethod
     def cancel(self) -> bool:

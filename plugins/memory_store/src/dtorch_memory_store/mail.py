@@ -56,9 +56,11 @@ class Letters:
         receipt = MemoryReceipt(self, rank, src, tag)
         with self.presence.mutex:
             self.presence.check_open(rank)
-            raise_if(self._over(rank, receipt.what))
             letters = self._letters[rank]
             letter = next((letter for letter in letters if receipt.fits(letter)), None)
+            if letter is None or not self.presence.died:  # what a rank sent before it died is here
+                raise_if(self._over(rank, receipt.what))
+
             if letter is None:
                 self._receipts[rank].append(receipt)
             else:
@@ -73,7 +75,9 @@ class Letters:
             if receipt.message is not None:
                 return False
 
-            self._receipts[receipt.rank].remove(receipt)
+            if receipt in self._receipts[receipt.rank]:
+                self._receipts[receipt.rank].remove(receipt)
+
             return True
 
     def why_no_message(self, receipt: MemoryReceipt) -> Failure | None:
@@ -163,7 +167,11 @@ class MemoryReceipt(Receipt):
         return message.tensor, message.src
 
     def done(self) -> bool:
-        return self.message is not None
+        if self.message is not None:
+            return True
+
+        with self._letters.presence.mutex:
+            return self.message is not None or self._letters.why_no_message(self) is not None
 
     def cancel(self) -> bool:
         return self._letters.withdraw(self)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -270,7 +271,10 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Sequence[Tensor] | Tensor, dst: int, tag: int = 0) -> SendWork:
         tensor = only("tensor", tensors)
         check_tensor(f"group {self._name!r}, rank {self._rank}, send", tensor)
-        self._store.send(tensor, self._check_rank(dst), tag)
+        self._check_rank(dst)
+        with torch.inference_mode(False):  # the copy is the receiver's, who may be in no inference mode
+            self._store.send(tensor, dst, tag)
+
         return SendWork()
 
     def recv(self, tensors: Sequence[Tensor] | Tensor, src: int, tag: int = 0) -> ReceiveWork:
