@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtorch_core import errors
+from dtorch_core import errors, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.errors import AbortedError, DtorchError, StoreTimeoutError
 
@@ -80,13 +80,15 @@ def copy_of(error: BaseException) -> BaseException:
 
 
 class FourSteps:
-    """The default of :meth:`TensorStore.post`, on a thread of its own, since the four steps block."""
+    """The default of :meth:`TensorStore.post`: each post has a thread, since the four steps block.
+
+    Rank 0 hears every rank's note, borrows every rank's tensors, works, and tells the end.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: deque[Callable[[], None]] = deque()
-        self._working = False
-        self._dead: str | None = None
+        self._pending: set[Future[Done]] = set()
+        self._retired: str | None = None
 
     def post(
         self,
@@ -98,71 +100,154 @@ class FourSteps:
         stream: torch.cuda.Stream | None,
     ) -> Ticket:
         """As :meth:`TensorStore.post`."""
-        if self._dead is not None:
-            raise AbortedError(f"store {store.name!r}, rank {store.rank}, {key}: {self._dead}")
-
         if stream is None and tensors and tensors[0].is_cuda:
             stream = torch.cuda.current_stream(tensors[0].device)  # this thread's, not the helper's
 
+        reason = self._who_gave_up(store)
+        if reason is not None:
+            if store.rank == 0 and store.world_size > 1:
+                _say(store, f"joint/{key}/end", _end(reason, retired=True), store.world_size - 1)  # they wait for it
+
+            raise AbortedError(f"store {store.name!r}, rank {store.rank}, {key}: {reason}")
+
         offer = Offer(store.rank, note, tuple(tensors))
-        role = _collect if store.rank == 0 else _contribute
-        future: Future[Sequence[str]] = Future()
+        heard = [offer]
+        future: Future[Done] = Future()
+        with self._lock:
+            self._pending.add(future)
 
         def run() -> None:
             try:
-                notes = role(store, f"joint/{key}", offer, work, stream)
+                if store.rank == 0:
+                    notes = self._collect(store, f"joint/{key}", heard, work, stream)
+                else:
+                    notes = self._contribute(store, f"joint/{key}", offer, stream)
+
+                self._settle(future, Done(notes, streams.record(tensors[0], stream) if tensors else None))
             except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(notes)
+                self._settle(future, error)
 
-        with self._lock:
-            self._queue.append(run)
-            idle, self._working = not self._working, True
-
-        if idle:
-            threading.Thread(target=self._drain, name=f"{store.name} rank {store.rank} posts", daemon=True).start()
-
-        return _ThreadTicket(self, store, key, future)
-
-    def _drain(self) -> None:
-        """Run what is queued, in order, then end: no thread outlives its work."""
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._working = False
-                    return
-
-                run = self._queue.popleft()
-
-            run()
+        threading.Thread(target=run, name=f"{store.name} rank {store.rank} {key}", daemon=True).start()
+        return _ThreadTicket(self, store, key, heard, future)
 
     def retire(self, store: TensorStore, reason: str) -> None:
-        """A rank gave up: nothing can be posted any more, here or by its peers."""
-        self._dead = reason
-        store.abort(reason)
+        """This rank gave up: it posts nothing any more, and rank 0 finishes nothing."""
+        with self._lock:
+            first, self._retired = self._retired is None, self._retired or reason
+            pending = list(self._pending)
+
+        if first and store.rank != 0:
+            _say(store, f"joint/retired/{store.rank}", {"reason": reason}, 1)
+
+        for future in pending:
+            self._settle(future, AbortedError(f"store {store.name!r}, rank {store.rank}: {reason}"))
+
+    def _settle(self, future: Future[Done], outcome: Done | BaseException) -> None:
+        with self._lock:
+            if future not in self._pending:
+                return
+
+            self._pending.remove(future)
+
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    def _who_gave_up(self, store: TensorStore) -> str | None:
+        """Why nothing can be posted any more. Rank 0 looks whether another one has said so."""
+        for rank in range(1, store.world_size) if store.rank == 0 and self._retired is None else ():
+            try:
+                self._retired = str(_hear(store, f"joint/retired/{rank}", timeout=0)["reason"])
+            except StoreTimeoutError:
+                continue
+
+        return self._retired
+
+    def _contribute(
+        self, store: TensorStore, key: str, offer: Offer, stream: torch.cuda.Stream | None
+    ) -> Sequence[str]:
+        _say(store, f"{key}/note/{offer.rank}", {"note": offer.note, "tensors": len(offer.tensors)}, 1)
+        for number, tensor in enumerate(offer.tensors):
+            store.src_set(f"{key}/{offer.rank}/{number}", tensor, 1, stream=stream, writable=True)
+
+        end = _hear(store, f"{key}/end")
+        if end["retired"]:
+            # What is published stays so, perhaps unread: the store is of no more use to its group.
+            self._retired = self._retired or end["text"]
+            raise AbortedError(f"store {store.name!r}, rank {store.rank}, {key}: {end['text']}")
+
+        for number in range(len(offer.tensors)):
+            store.src_wait_until_get_finished(f"{key}/{offer.rank}/{number}", stream=stream)
+
+        store.src_wait_until_get_finished(f"{key}/note/{offer.rank}")
+        if end["error"]:
+            raise _rebuilt(end["error"], end["text"])
+
+        return list(end["notes"])
+
+    def _collect(
+        self, store: TensorStore, key: str, offers: list[Offer], work: Work, stream: torch.cuda.Stream | None
+    ) -> Sequence[str]:
+        for rank in range(1, store.world_size):
+            said = _hear(store, f"{key}/note/{rank}")
+            keys = [f"{key}/{rank}/{number}" for number in range(said["tensors"])]
+            offers.append(Offer(rank, said["note"], tuple(store.dest_get(k, stream=stream) for k in keys)))
+
+        notes = [offer.note for offer in offers]
+        reason, error = self._who_gave_up(store), None
+        if reason is None:
+            error = _worked(work, offers, stream)
+
+        for offer in offers[1:]:
+            for number in range(len(offer.tensors)):
+                store.dest_finish_get(f"{key}/{offer.rank}/{number}", stream=stream)
+
+        if store.world_size > 1:
+            end = _end(reason, retired=True) if reason is not None else _end(error, notes)
+            _say(store, f"{key}/end", end, store.world_size - 1)
+            store.src_wait_until_get_finished(f"{key}/end")
+
+        if reason is not None:
+            raise AbortedError(f"store {store.name!r}, rank 0, {key}: {reason}")
+
+        if error is not None:
+            raise error
+
+        return notes
+
+
+class Done(NamedTuple):
+    """How one rank's share ended well."""
+
+    notes: Sequence[str]
+    event: torch.cuda.Event | None
 
 
 class _ThreadTicket(Ticket):
-    def __init__(self, steps: FourSteps, store: TensorStore, key: str, future: Future[Sequence[str]]) -> None:
-        self._steps, self._store, self._key, self._future = steps, store, key, future
+    def __init__(
+        self, steps: FourSteps, store: TensorStore, key: str, heard: Sequence[Offer], future: Future[Done]
+    ) -> None:
+        self._steps, self._store, self._key, self._heard, self._future = steps, store, key, heard, future
 
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
         try:
-            error = self._future.exception(timeout)
+            error = self._outcome(timeout)
         except TimeoutError:
-            rank = self._store.rank
-            self._steps.retire(self._store, f"rank {rank} gave up on {self._key} after {seconds(timeout)}")
-            raise StoreTimeoutError(
-                f"store {self._store.name!r}, rank {rank}, {self._key}: not every other rank "
-                f"({rank_list(set(range(self._store.world_size)) - {rank})}) had come after {seconds(timeout)}"
-            ) from None
+            rank, name = self._store.rank, self._store.name
+            late = f"{self._missing()} after {seconds(timeout)}"
+            self._steps.retire(self._store, f"rank {rank} gave up on {self._key}: {late}")
+            raise StoreTimeoutError(f"store {name!r}, rank {rank}, {self._key}: {late}") from None
 
         if error is not None:
             raise copy_of(error)
 
+        event = self._future.result().event
+        if event is not None:
+            (stream if stream is not None else torch.cuda.current_stream(event.device)).wait_event(event)
+
     def notes(self) -> Sequence[str]:
-        return self._future.result(timeout=0)
+        return self._future.result(timeout=0).notes
 
     def done(self) -> bool:
         return self._future.done()
@@ -170,55 +255,42 @@ class _ThreadTicket(Ticket):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._future.add_done_callback(lambda _: callback())
 
+    def _outcome(self, timeout: float) -> BaseException | None:
+        try:
+            return self._future.exception(timeout)
+        except TimeoutError:
+            if len(self._heard) < self._store.world_size:
+                raise
 
-def _contribute(
-    store: TensorStore, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None
-) -> Sequence[str]:
-    _say(store, f"{key}/note/{offer.rank}", {"note": offer.note, "tensors": len(offer.tensors)}, 1)
-    for number, tensor in enumerate(offer.tensors):
-        store.src_set(f"{key}/{offer.rank}/{number}", tensor, 1, stream=stream, writable=True)
+            return self._future.exception(self._store.timeout)  # all have come: the work ends by itself
 
-    end = _hear(store, f"{key}/end")
-    for number in range(len(offer.tensors)):
-        store.src_wait_until_get_finished(f"{key}/{offer.rank}/{number}", stream=stream)
+    def _missing(self) -> str:
+        others = range(1, self._store.world_size)
+        if self._store.rank != 0:
+            rest = [rank for rank in others if rank != self._store.rank]
+            return "rank 0" + (f", or one of {rank_list(rest)}," if rest else "") + " had not come"
 
-    store.src_wait_until_get_finished(f"{key}/note/{offer.rank}")
-    if end["error"]:
-        raise _rebuilt(end["error"], end["text"])
-
-    return list(end["notes"])
+        # Rank 0 listens to one after the other.
+        first, *later = others[len(self._heard) - 1 :] or others
+        return f"rank {first} had not come" + (f" ({rank_list(later)} not heard yet)" if later else "")
 
 
-def _collect(
-    store: TensorStore, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None
-) -> Sequence[str]:
-    offers, error = [offer], None
-    for rank in range(1, store.world_size):
-        said = _hear(store, f"{key}/note/{rank}")
-        keys = [f"{key}/{rank}/{number}" for number in range(said["tensors"])]
-        offers.append(Offer(rank, said["note"], tuple(store.dest_get(k, stream=stream) for k in keys)))
-
+def _worked(work: Work, offers: Sequence[Offer], stream: torch.cuda.Stream | None) -> Exception | None:
+    """Do the work; what it raised."""
     try:
-        with torch.cuda.stream(stream):  # None changes nothing
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
             for task in work(offers):
                 task()
-    except Exception as failure:
-        error = failure
+    except Exception as error:
+        return error
 
-    notes = [other.note for other in offers]
-    for other in offers[1:]:
-        for number in range(len(other.tensors)):
-            store.dest_finish_get(f"{key}/{other.rank}/{number}", stream=stream)
+    return None
 
-    if store.world_size > 1:
-        told = {"error": type(error).__name__ if error else "", "text": str(error or ""), "notes": notes}
-        _say(store, f"{key}/end", told, store.world_size - 1)
-        store.src_wait_until_get_finished(f"{key}/end")
 
-    if error is not None:
-        raise error
-
-    return notes
+def _end(outcome: Exception | str | None, notes: Sequence[str] = (), *, retired: bool = False) -> dict[str, Any]:
+    """What rank 0 tells the others: how the work ended, or who gave up."""
+    error = type(outcome).__name__ if isinstance(outcome, Exception) else ""
+    return {"error": error, "text": str(outcome or ""), "notes": list(notes), "retired": retired}
 
 
 def _say(store: TensorStore, key: str, words: dict[str, Any], get_count: int) -> None:
@@ -226,8 +298,8 @@ def _say(store: TensorStore, key: str, words: dict[str, Any], get_count: int) ->
     store.src_set(key, torch.frombuffer(data, dtype=torch.uint8), get_count)
 
 
-def _hear(store: TensorStore, key: str) -> dict[str, Any]:
-    with store.borrow(key) as words:
+def _hear(store: TensorStore, key: str, timeout: float | None = None) -> dict[str, Any]:
+    with store.borrow(key, timeout=timeout) as words:
         heard: dict[str, Any] = json.loads(bytes(words.tolist()))
 
     return heard

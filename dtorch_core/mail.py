@@ -7,17 +7,22 @@ that can overrides :meth:`TensorStore.send` and :meth:`TensorStore.expect`.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dtorch_core.errors import StoreTimeoutError, UnsupportedOperationError
+from dtorch_core import streams
+from dtorch_core._text import seconds
+from dtorch_core.errors import DtorchError, StoreTimeoutError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from dtorch_core.store import TensorStore
@@ -60,14 +65,14 @@ class FourStepMail:
     def send(self, store: TensorStore, tensor: Tensor, dst: int, tag: int, stream: torch.cuda.Stream | None) -> None:
         """As :meth:`TensorStore.send`."""
         copy = store.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
             copy.copy_(tensor.detach())
 
         with self._lock:
             key = f"mail/{store.rank}/{dst}/{tag}/{next(self._sent[dst, tag])}"
             store.src_set(key, copy, 1, stream=stream)
             self._unseen.append(key)
-            self._free(store)
+            self._free_some(store)
 
     def expect(self, store: TensorStore, src: int | None, tag: int) -> Receipt:
         """As :meth:`TensorStore.expect`."""
@@ -89,39 +94,52 @@ class FourStepMail:
     def give_back(self, src: int, tag: int, number: int) -> None:
         """A cancelled receipt's message goes to the next receipt."""
         with self._lock:
-            self._expected[src, tag].append(number)
-            self._expected[src, tag].sort()
+            bisect.insort(self._expected[src, tag], number)
 
-    def _free(self, store: TensorStore) -> None:
-        """Free the keys of messages that were taken; look only, don't wait."""
-        for _ in range(len(self._unseen)):
+    def _free_some(self, store: TensorStore) -> None:
+        """Free the keys of messages that were taken; look only, don't wait. Two for each one sent keeps them few."""
+        for _ in range(min(2, len(self._unseen))):
             key = self._unseen.popleft()
             try:
                 store.src_wait_until_get_finished(key, timeout=0)
             except StoreTimeoutError:
                 self._unseen.append(key)
+            except DtorchError:
+                continue  # its receiver is gone: that is no failure of the message sent now
 
 
 class _KeyReceipt(Receipt):
     def __init__(self, mail: FourStepMail, store: TensorStore, src: int, tag: int, number: int) -> None:
         self._mail, self._store, self._src, self._tag, self._number = mail, store, src, tag, number
-        self._lock = threading.Lock()
+        self._receiving = threading.Lock()
         self._message: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
 
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> tuple[Tensor, int]:
-        with self._lock:
-            if self._message is None:
-                key = f"mail/{self._src}/{self._store.rank}/{self._tag}/{self._number}"
-                with self._store.borrow(key, stream=stream, timeout=timeout) as message, torch.cuda.stream(stream):
-                    self._message = message.clone()
+        deadline = time.monotonic() + timeout
+        # Another thread may be receiving it; it has a deadline of its own.
+        if not self._receiving.acquire(timeout=max(0.0, timeout)):
+            raise StoreTimeoutError(self._late(timeout))
 
-        return self._message, self._src
+        try:
+            if self._message is None:
+                self._receive(max(0.0, deadline - time.monotonic()), stream)
+        finally:
+            self._receiving.release()
+
+        message = self._message
+        assert message is not None, "it is here, or the wait has raised"
+        streams.order_after(self._ready, message, stream)
+        streams.keep_until_done(message, stream)
+        return message, self._src
 
     def done(self) -> bool:
         try:
             self.wait(0)
         except StoreTimeoutError:
             return False
+        except DtorchError:
+            return True
 
         return True
 
@@ -143,3 +161,21 @@ class _KeyReceipt(Receipt):
 
         name = f"{self._store.name} rank {self._store.rank} receives"
         threading.Thread(target=follow, name=name, daemon=True).start()
+
+    def _receive(self, timeout: float, stream: torch.cuda.Stream | None) -> None:
+        key = f"mail/{self._src}/{self._store.rank}/{self._tag}/{self._number}"
+        try:
+            with self._store.borrow(key, stream=stream, timeout=timeout) as borrowed:
+                with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                    message = borrowed.clone()
+                    self._ready = streams.record(message, stream)
+        except StoreTimeoutError as error:
+            raise StoreTimeoutError(self._late(timeout)) from error
+
+        self._message = message
+
+    def _late(self, timeout: float) -> str:
+        return (
+            f"store {self._store.name!r}, rank {self._store.rank}, recv from rank {self._src} (tag {self._tag}): "
+            f"rank {self._src} had not sent it after {seconds(timeout)}"
+        )
