@@ -131,7 +131,7 @@ class Meeting:
         # Counts the openings whose first step has ended. May lag behind, which costs a look at each one in between.
         number = self._root.add("openings", 0)
         while True:
-            store = dist.PrefixStore(f"{number}/", self._root)
+            store = dist.PrefixStore(str(number), self._root)
             if not store.check(["members/verdict"]):
                 if store.add(f"here/{self._rank}", 1) == 1:
                     break
@@ -222,12 +222,12 @@ class Meeting:
 
 
 def _root(path: str, carrier: dist.Store) -> dist.Store:
-    return dist.PrefixStore(f"dtorch/{path}/", carrier)
+    return dist.PrefixStore(f"dtorch/{path}", carrier)
 
 
 def _end(root: dist.Store, number: int, step: str, verdict: str) -> str:
     """Write a step's verdict unless it has one; return the one that holds."""
-    opening = dist.PrefixStore(f"{number}/", root)
+    opening = dist.PrefixStore(str(number), root)
     held = opening.compare_set(f"{step}/verdict", "", verdict).decode()
     if step == "members" and opening.add("counted", 1) == 1:
         root.add("openings", 1)
@@ -237,7 +237,7 @@ def _end(root: dist.Store, number: int, step: str, verdict: str) -> str:
 
 def _end_all(root: dist.Store, number: int, verdict: str) -> None:
     """End what is left of an opening, and of those nested in it."""
-    opening = dist.PrefixStore(f"{number}/", root)
+    opening = dist.PrefixStore(str(number), root)
     opening.compare_set("failed", "", verdict)
     for step in STEPS:
         _end(root, number, step, verdict)

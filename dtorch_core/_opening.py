@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
 
 import torch.distributed as dist
 
@@ -75,7 +76,7 @@ def open_backend(
     started = time.monotonic()
     carrier, place = connect(rendezvous, rank, world_size, timeout)
     label = f"open_{kind}({name!r}) at {place}"
-    meeting = Meeting(carrier, label, f"{kind}/{name}", rank, world_size, timeout, started)
+    meeting = Meeting(carrier, label, _path(kind, name), rank, world_size, timeout, started)
     return _open(replace(request, label=label), meeting)
 
 
@@ -92,7 +93,7 @@ def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever
             world_size=request.world_size,
             device=device,
             topology=topology,
-            rendezvous=dist.PrefixStore("backend/", own_line(meeting.store)),
+            rendezvous=dist.PrefixStore("backend", own_line(meeting.store)),
             timeout=request.timeout,
             selection=selection,
             _open_store=lambda name: _open_nested(request, meeting, name),
@@ -120,7 +121,7 @@ def _open_nested(outer: Request, meeting: Meeting, name: str) -> TensorStore:
     nested = Meeting(
         own_line(meeting.store),
         label,
-        f"store/{name}",
+        _path("store", name),
         outer.rank,
         outer.world_size,
         outer.timeout,
@@ -151,6 +152,10 @@ def load_factory(spec: BackendSpec) -> Callable[[BackendContext], Any]:
         raise PluginError(f"backend {spec.name!r}: its factory {spec.factory} is not callable")
 
     return factory
+
+
+def _path(kind: Kind, name: str) -> str:
+    return f"{kind}/{quote(name, safe='')}"  # a slash in a name must not lead to another name's keys
 
 
 def _check(request: Request) -> None:

@@ -86,7 +86,7 @@ def _at_url(url: str, rank: int, world_size: int, timeout: float) -> dist.Store:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host, port = _host_and_port_of_environment()
         store = _at_server(host, port, rank == 0 and not agent, limit)
-        return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/", store)
+        return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     raise ValueError(f"rendezvous {url!r}: the scheme must be tcp://host:port, file:///path or env://")
 
@@ -131,12 +131,16 @@ def _at_file(url: str, parts: SplitResult, world_size: int) -> dist.Store:
     if not parts.path or parts.netloc:
         raise ValueError(f"rendezvous {url!r}: a file's URL has three slashes and a whole path: file:///path")
 
+    path = unquote(parts.path)
     try:
-        opened = dist.FileStore(unquote(parts.path), world_size)
+        with open(path, "ab"):
+            pass  # a FileStore tries for five minutes to open what can't be opened
+
+        opened = dist.FileStore(path, world_size)
         with _lock:
             kept = _kept.setdefault(url, opened)
 
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise DtorchError(f"the rendezvous {url} can't be used: {_first_line(error)}") from error
 
     return own_line(kept)

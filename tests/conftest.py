@@ -16,33 +16,35 @@ import dtorch_core
 
 _numbers = itertools.count()
 
-STORE = """
-    from dtorch_core import TensorStore
-
-    class Store(TensorStore):
-        opened, closed = [], []
-
-        def __init__(self, ctx):
-            super().__init__(ctx)
-            self.context = ctx
-            self.opened.append(self)
-
-        def src_set(self, key, tensor, get_count, *, stream=None, dest_device=None, writable=False): ...
-        def src_wait_until_get_finished(self, key, *, stream=None, timeout=None): ...
-        def dest_get(self, key, *, stream=None, timeout=None): ...
-        def dest_finish_get(self, key, *, stream=None): ...
-        def reset(self, *, timeout=None): ...
-        def barrier(self, *, timeout=None): ...
-        def empty(self, size, *, dtype, device=None): ...
-
-        def close(self):
-            self.closed.append(self)
-"""
-"""A store that holds nothing: enough to be opened."""
-
 
 class Site:
     """A folder of installed distributions."""
+
+    STORE = textwrap.dedent(
+        """
+        from dtorch_core import TensorStore
+
+        class Store(TensorStore):
+            opened, closed = [], []
+
+            def __init__(self, ctx):
+                super().__init__(ctx)
+                self.context = ctx
+                self.opened.append(self)
+
+            def src_set(self, key, tensor, get_count, *, stream=None, dest_device=None, writable=False): ...
+            def src_wait_until_get_finished(self, key, *, stream=None, timeout=None): ...
+            def dest_get(self, key, *, stream=None, timeout=None): ...
+            def dest_finish_get(self, key, *, stream=None): ...
+            def reset(self, *, timeout=None): ...
+            def barrier(self, *, timeout=None): ...
+            def empty(self, size, *, dtype, device=None): ...
+
+            def close(self):
+                self.closed.append(self)
+        """
+    )
+    """A module with a store that holds nothing: enough to be opened."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -93,20 +95,24 @@ class Site:
         )
 
     def backend(
-        self, distribution: str, name: str, probe: str = "Support.yes(1000, 'it fits all')", *, more: str = "", **kw: str
+        self,
+        distribution: str,
+        name: str,
+        probe: str = "Support.yes(1000, 'it fits all')",
+        *,
+        factory: str = "",
+        plugin: str = "",
     ) -> str:
-        """Install a distribution with one store backend that can be opened."""
-        factory = kw.pop("factory", None) or f"{self.module(STORE)}:Store"
+        """Install a distribution with one store backend; ``probe`` is an expression of ``topology``."""
+        factory = factory or f"{self.module(self.STORE)}:Store"
         source = f"""
-from dtorch_core import BackendSpec, Support, hookimpl
+            from dtorch_core import BackendSpec, Support, hookimpl
 
-@hookimpl
-def dtorch_register_tensor_stores():
-    return [BackendSpec({name!r}, {factory!r}, lambda topology: {probe})]
-
-{textwrap.dedent(more)}
-"""
-        return self.add(distribution, source, **kw)  # type: ignore[arg-type]
+            @hookimpl
+            def dtorch_register_tensor_stores():
+                return [BackendSpec({name!r}, {factory!r}, lambda topology: {probe})]
+        """
+        return self.add(distribution, source, plugin=plugin or name)
 
     def also_on_path(self, folder: Path) -> Path:
         """Put another folder in front of ``sys.path``."""

@@ -58,7 +58,10 @@ BROKEN = {
     "exits at import": ("import sys\nsys.exit(3)", ["SystemExit: 3"]),
     "has a syntax error": ("def broken(:", ["SyntaxError"]),
     "exits in a hook": (hook("raise SystemExit(4)"), ["dtorch_register_tensor_stores: SystemExit: 4"]),
-    "raises in a hook": (hook("raise ValueError('in the hook')"), ["dtorch_register_tensor_stores: ValueError: in the hook"]),
+    "raises in a hook": (
+        hook("raise ValueError('in the hook')"),
+        ["dtorch_register_tensor_stores: ValueError: in the hook"],
+    ),
     "raises in the last hook": (
         GOOD.replace('"good"', '"x"') + hook("raise ValueError('late')", "dtorch_register_promises"),
         ["dtorch_register_promises: ValueError: late"],
@@ -286,7 +289,7 @@ hooks = Hooks()
             {"entry_points.txt": "[other]\nno equals sign\n"},
             {},
         ],
-        ids=["unreadable", "no version", "empty metadata", "no metadata", "unreadable, of another group", "empty folder"],
+        ids=["unreadable", "no version", "empty metadata", "no metadata", "unreadable elsewhere", "empty folder"],
     )
     def test_damaged_metadata_stops_nobody(self, site, files):
         site.metadata("bad-dist", files)

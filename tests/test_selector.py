@@ -76,8 +76,8 @@ class TestScore:
 
     def test_every_backend_is_in_the_explanation_best_first(self, stores):
         selection = explain("store", PROCESSES)
-        names = [verdict.name for verdict in selection.verdicts]
-        assert [name for name in names if name in ("best", "fair", "local", "never")] == ["best", "fair", "local", "never"]
+        names = [v.name for v in selection.verdicts if v.name in ("best", "fair", "local", "never")]
+        assert names == ["best", "fair", "local", "never"]
         assert selection.verdict("local").why == "several processes"
         order = ["yes", "no", "broken", "absent"]
         assert sorted(selection.verdicts, key=lambda v: order.index(v.state)) == list(selection.verdicts)
