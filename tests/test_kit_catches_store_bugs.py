@@ -540,10 +540,9 @@ class TestRunKit:
         assert (skipped.state, skipped.why) == ("skipped", "store backend 'right' declares 'zero_copy'")
 
     def test_failure_names_what_was_left(self):
-        (failed,) = run_kit(
-            "store", "LeavesAFile", select=["test_handshake_of_a_rank_that_is_alone"], patience=PATIENCE
-        )
-        assert failed.state == "failed"
+        test = "test_handshake_of_a_rank_that_is_alone[cpu]"
+        (failed,) = run_kit("store", "LeavesAFile", select=[test], patience=PATIENCE)
+        assert (failed.test, failed.state) == (test, "failed")
         assert "left behind: open file /dev/null" in failed.why
 
     def test_backend_that_is_not_installed_is_refused(self):
