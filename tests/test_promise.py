@@ -156,6 +156,15 @@ class TestSetting:
 
         gc.collect()
 
+    def test_drop_while_the_interpreter_ends_tells_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Half of what a callback needs is gone by then."""
+        promise, future = pair()
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.is_finalizing", lambda: True)
+            del promise
+
+        assert not future.done()
+
     def test_errors_say_which_promise_and_what_became_of_it(self) -> None:
         promise, _ = pair()
         token = promise.serialize()
@@ -282,12 +291,20 @@ class TestFuture:
         assert waiting.result(PATIENCE) is None
 
     def test_settle_twice_keeps_the_first(self) -> None:
+        def failed(text: str) -> ValueError:
+            try:
+                raise ValueError(text)
+            except ValueError as error:
+                return error
+
         future = TensorFuture("promise 0")
         assert future.settle(Outcome(error=ValueError("first")))
         assert not future.settle(Outcome(torch.arange(3)))
-        assert not future.settle(Outcome(error=ValueError("second")))
-        with pytest.raises(ValueError, match="first"):
+        assert not future.settle(Outcome(error=failed("second")))
+        with pytest.raises(ValueError, match="first") as raised:
             future.result(0)
+
+        assert "failed" not in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
 
     def test_callback_sees_the_end(self) -> None:
         """Also when it asks from the thread that sets, in the middle of the set."""
@@ -380,10 +397,17 @@ class TestErrors:
             self.failed(error).result(0)
 
     def test_errors_that_can_not_be_copied(self) -> None:
-        class Secretive(Exception):
-            def __init__(self, lock: object) -> None:
-                super().__init__("it holds a lock")
-                self.lock = lock
+        class Forgetful(Exception):
+            """A copy of it has no code: that is not among its arguments, nor in its __dict__."""
+
+            __slots__ = ("code",)
+
+            def __init__(self, text: str, code: int = 0) -> None:
+                super().__init__(text)
+                self.code = code
+
+            def __str__(self) -> str:
+                return f"{self.args[0]}, code {self.code}"
 
         class Hostile(Exception):
             def __reduce__(self) -> str:
@@ -393,12 +417,13 @@ class TestErrors:
             def __str__(self) -> str:
                 raise ZeroDivisionError("can't be printed")
 
-        for error in (Secretive(threading.Lock()), Hostile("on purpose"), Unprintable()):
+        for error in (Forgetful("on purpose", 7), Hostile("on purpose"), Unprintable()):
             future = self.failed(error)
             for _ in range(3):
                 with pytest.raises(type(error)) as raised:
                     future.result(0)
 
+                assert raised.value is error
                 assert len(traceback.extract_tb(raised.value.__traceback__)) <= 5
 
     def test_error_and_future_are_no_cycle(self) -> None:

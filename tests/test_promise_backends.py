@@ -310,6 +310,17 @@ class TestToken:
         assert "token" in worker.selection.asked_by
         worker.set_result(None)
 
+    def test_token_finds_the_object_of_its_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of this process; a device of another process may not even exist here."""
+        monkeypatch.setattr("dtorch_core._member.normal_device", lambda device: device or "cpu")
+        monkeypatch.setattr("dtorch_core._member._uuid", lambda device: "")
+        with installed():
+            token = make_promise(backend="it", device="cuda:7").serialize()
+            attach_promise(token).set_result(None)
+            assert [ctx.device for ctx in Promises.contexts] == ["cuda:7"]
+            attach_promise(token.replace(b"cuda:7", b"cuda:9")).set_result(None)
+            assert [ctx.device for ctx in Promises.contexts] == ["cuda:7", "cpu"]
+
     def test_token_is_enough_where_nothing_was_made(self) -> None:
         """The worker's process: it has made no promise, and its probe need not fit."""
         with installed():

@@ -209,6 +209,25 @@ class AwaitTests(PromiseConformance):
         self.run(main)
 
     @requires("await")
+    def test_await_that_is_given_up_as_it_ends(self) -> None:
+        """Set and cancelled in one turn of the loop: nothing is reported, and the value is there."""
+
+        async def main() -> None:
+            for turn in range(10):
+                promise, future = self.pair()
+                waiting = asyncio.create_task(_get(future))
+                await asyncio.sleep(0)
+                promise.set_result(coded(turn, device=self.home))
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+
+                got = await future
+                assert got is not None and same(got, coded(turn, device=self.home))
+
+        self.run(main)
+
+    @requires("await")
     def test_await_that_is_given_up_leaves_nothing(self) -> None:
         """A pending future does not keep the loop of those who no longer wait."""
         promise, future = self.pair()
