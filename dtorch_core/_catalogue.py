@@ -47,6 +47,11 @@ def absent(kind: Kind, present: set[str]) -> list[Verdict]:
     return missing + reserved
 
 
+def install_hint(kind: Kind) -> str:
+    """What to do where no backend of a kind is installed."""
+    return f"No {kind} backend is installed: pip install {' '.join(dict.fromkeys(DISTRIBUTIONS[kind].values()))}"
+
+
 def names_of(distribution: str, kind: Kind) -> tuple[str, ...] | None:
     """The backends of one kind that a first-party distribution brings; None for a distribution of somebody else."""
     ours = {known for names in DISTRIBUTIONS.values() for known in names.values()}

@@ -38,12 +38,16 @@ class Source(Protocol):
 
     @property
     def name(self) -> str: ...
+
     @property
     def value(self) -> str: ...
+
     @property
     def distribution(self) -> str: ...
+
     @property
     def version(self) -> str: ...
+
     def load(self) -> object: ...
 
 
@@ -88,6 +92,7 @@ class Plugin:
             "module": self.value,
             "state": self.state,
             "why": self.why,
+            "imports_torch": self.imports_torch,
             "hooks": list(self.calls),
             "backends": {
                 kind: [{"name": spec.name, "capabilities": sorted(spec.capabilities)} for spec in specs]

@@ -37,7 +37,7 @@ def entry_points() -> tuple[list[EntryPointSource], list[str]]:
 
     found: dict[tuple[str, str, str], EntryPointSource] = {}
     for point in points:
-        name, version = _name_and_version(point.dist)
+        name, version = name_and_version(point.dist)
         source = EntryPointSource(point.name, point.value, name, version, point.load)
         # One distribution seen twice (lib and lib64, an editable and its stale metadata) is one plugin.
         found.setdefault((canonical(name), point.name, point.value), source)
@@ -50,7 +50,7 @@ def _one_by_one(problems: list[str]) -> Iterator[EntryPoint]:
 
     seen: set[str] = set()
     for distribution in importlib_metadata.distributions():
-        name, _ = _name_and_version(distribution)
+        name, _ = name_and_version(distribution)
         if canonical(name) in seen:
             continue
 
@@ -62,7 +62,8 @@ def _one_by_one(problems: list[str]) -> Iterator[EntryPoint]:
         yield from (point for point in points or () if point.group == PROJECT)
 
 
-def _name_and_version(distribution: IDistribution | None) -> tuple[str, str]:
+def name_and_version(distribution: IDistribution | None) -> tuple[str, str]:
+    """A distribution's own words; where its metadata lies, if it gives no name."""
     if distribution is None:
         return "unknown distribution", ""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dtorch_core._text import one_line
+from dtorch_core._text import columns, one_line
 from dtorch_core._topology import Topology
 
 Kind = Literal["store", "group", "promise"]
@@ -143,24 +143,15 @@ class Selection:
 
     def __str__(self) -> str:
         head = f"{self.kind} for {self.topology.summary()}: {self.chosen or 'no backend fits'}"
-        return "\n".join([f"{head} (decided by {self.asked_by})", *table(self.verdicts, self.chosen)])
-
-
-def table(verdicts: tuple[Verdict, ...], chosen: str | None = None) -> list[str]:
-    """One line for each verdict, in columns; the chosen one is marked."""
-    rows = [
-        (
-            "->" if verdict.name == chosen else "",
-            verdict.name,
-            verdict.state,
-            str(verdict.score) if verdict.state == "yes" else "-",
-            f"{verdict.distribution} {verdict.version}".strip() or "-",
-            one_line(verdict.why),
-        )
-        for verdict in verdicts
-    ]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
-    return [
-        "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip()
-        for row in rows
-    ]
+        rows = [
+            (
+                "->" if verdict.name == self.chosen else "",
+                verdict.name,
+                verdict.state,
+                str(verdict.score) if verdict.state == "yes" else "-",
+                f"{verdict.distribution} {verdict.version}".strip() or "-",
+                one_line(verdict.why),
+            )
+            for verdict in self.verdicts
+        ]
+        return "\n".join([f"{head} (decided by {self.asked_by})", *columns(rows, indent="  ")])

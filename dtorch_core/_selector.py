@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dtorch_core import _catalogue
 from dtorch_core._authority import Ask, asked_for
 from dtorch_core._discovery import guarded
-from dtorch_core._reasons import BackendSpec, Kind, Selection, State, Support, Verdict, table
+from dtorch_core._reasons import BackendSpec, Kind, Selection, State, Support, Verdict
 from dtorch_core._registry import Offer, Registry, registry
 from dtorch_core._text import describe_error, did_you_mean
 from dtorch_core._topology import Topology
@@ -69,18 +69,15 @@ def refusal(selection: Selection, ask: Ask | None) -> DtorchError:
     if ask is not None:
         return _asked_refusal(selection, ask)
 
-    kind, verdicts = selection.kind, selection.verdicts
-    states = {verdict.state for verdict in verdicts}
-    lines = [f"no {kind} backend fits {selection.topology.summary()} (decided by {selection.asked_by}):"]
-    lines += table(verdicts)
+    states = {verdict.state for verdict in selection.verdicts}
+    lines = [str(selection)]
     if "broken" in states:
         lines.append("Some plugins are broken; see: dtorch doctor")
 
     if len(selection.topology.hosts) > 1:
         lines.append("Several hosts need a network backend, and those names are reserved: none exists yet.")
     elif states == {"absent"}:
-        names = dict.fromkeys(_catalogue.DISTRIBUTIONS[kind].values())
-        lines.append(f"No {kind} backend is installed: pip install {' '.join(names)}")
+        lines.append(_catalogue.install_hint(selection.kind))
 
     return NoBackendError("\n".join(lines))
 

@@ -7,7 +7,7 @@ import importlib
 import os
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _MACHINERY = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, importlib.__file__))
 """Where the frames between a caller and a plugin's own line lie: this package, and importing."""
@@ -31,6 +31,13 @@ def seconds(value: float) -> str:
 def one_line(text: str) -> str:
     """A text of any shape as one line."""
     return " ".join(text.split())
+
+
+def columns(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    """A line for each row, its cells one below the other; the last cell runs on."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [(indent + line).rstrip() for line in padded]
 
 
 def canonical(name: str) -> str:

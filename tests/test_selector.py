@@ -408,7 +408,8 @@ class TestRefusal:
             select("store", THREADS)
 
         text = str(caught.value)
-        assert text.startswith("no store backend fits 4 ranks, threads of one process, sharing cpu (decided by score):")
+        assert text.startswith(str(explain("store", THREADS)))
+        assert "store for 4 ranks, threads of one process, sharing cpu: no backend fits (decided by score)" in text
         for words in ("it is not written yet", "ZeroDivisionError", "reserved for several hosts", "dtorch doctor"):
             assert words in text
 

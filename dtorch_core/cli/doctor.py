@@ -1,0 +1,199 @@
+"""Look over this environment: torch, devices, variables, plugins, metadata, and what would be chosen here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import dtorch_core
+from dtorch_core import _registry, _topology
+from dtorch_core._authority import VARIABLES
+from dtorch_core._discovery import DISABLE, LOAD, STRICT, guarded
+from dtorch_core._reasons import KINDS
+from dtorch_core._selector import choose
+from dtorch_core._text import columns, describe_error, did_you_mean, one_line
+from dtorch_core._topology import Topology
+from dtorch_core.cli import _installations
+from dtorch_core.cli.plugins import problems as problems_of
+from dtorch_core.errors import PluginError
+
+OLDEST_TORCH = (2, 11)
+
+KNOWN = {
+    **{variable: f"the {kind} backend to use" for kind, variable in VARIABLES.items()},
+    DISABLE: "plugins that are not loaded",
+    LOAD: "the only plugins that are loaded",
+    STRICT: "a broken plugin is an error",
+}
+"""The variables that dtorch-core reads, and what each is for."""
+
+
+@dataclass
+class Finding:
+    """One part of the report."""
+
+    facts: Any = None
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """This command takes no argument of its own."""
+
+
+def run(options: argparse.Namespace, out: TextIO) -> int:
+    """Print the report, part by part; the status is 1 if something is broken."""
+    findings: dict[str, Finding] = {}
+    for title, look in PARTS.items():
+        # Printed as it comes, plugins before torch: if a part ends this process, the last title says which.
+        if not options.json:
+            print(f"{title}", file=out, flush=True)
+
+        found, error = guarded(look)
+        if found is None:
+            found = Finding(problems=[f"this part of the report failed: {error and describe_error(error)}"])
+
+        findings[title] = found
+        if not options.json:
+            for line in [*found.lines, *(f"PROBLEM: {problem}" for problem in found.problems)]:
+                print(f"  {line}", file=out, flush=True)
+
+    problems = [problem for finding in findings.values() for problem in finding.problems]
+    if options.json:
+        facts = {title: finding.facts for title, finding in findings.items()}
+        print(json.dumps({**facts, "problems": problems}, indent=2), file=out)
+    else:
+        print(f"{len(problems)} problems" if problems else "no problem found", file=out)
+
+    return 1 if problems else 0
+
+
+def _python() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts = {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
+        "dtorch-core": f"{dtorch_core.__version__} ({os.path.dirname(dtorch_core.__file__)})",
+        "cores for this process": cores,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+    }
+    omp = facts["OMP_NUM_THREADS"] or "not set: spawn() divides the cores among its ranks"
+    return Finding(facts, columns([(name, str(value)) for name, value in {**facts, "OMP_NUM_THREADS": omp}.items()]))
+
+
+def _environment() -> Finding:
+    values = {name: value for name, value in sorted(os.environ.items()) if name.startswith("DTORCH_")}
+    rows = []
+    for name, value in values.items():
+        hint = f"not read by dtorch-core.{did_you_mean(name, KNOWN)}"
+        rows.append((f"{name}={value}", KNOWN.get(name, hint)))
+
+    return Finding(values, columns(rows) or ["no DTORCH variable is set"])
+
+
+def _plugins() -> Finding:
+    known = _registry.inspect()
+    listing = known.listing()
+    rows = [(plugin.name, plugin.state, plugin.label, plugin.why) for plugin in listing]
+    broken = [f"plugin {p.name!r} of {p.label} is broken: {p.why}" for p in listing if p.state == "broken"]
+    return Finding(
+        [plugin.to_dict() for plugin in listing],
+        columns(rows) or ["no plugin is installed"],
+        broken + problems_of(known),
+    )
+
+
+def _metadata() -> Finding:
+    problems = _installations.stale()
+    return Finding(problems, [] if problems else ["each distribution is there once, and up to date"], problems)
+
+
+def _torch() -> Finding:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that NumPy is missing, for one
+        try:
+            import torch
+        except ModuleNotFoundError as error:
+            if error.name == "torch":
+                return Finding({"torch": None}, [], ["torch is not installed: pip install torch"])
+
+            raise
+
+        devices = [
+            f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())
+        ]
+
+    facts = {
+        "torch": f"{torch.__version__} ({os.path.dirname(torch.__file__)})",
+        "CUDA": torch.version.cuda,
+        "devices": devices,
+        "intra-op threads": torch.get_num_threads(),
+    }
+    rows = [
+        ("torch", str(facts["torch"])),
+        ("CUDA", torch.version.cuda or "this torch is built without it"),
+        ("devices", ", ".join(["cpu", *devices])),
+        ("intra-op threads", str(facts["intra-op threads"])),
+    ]
+    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH
+    needed = ".".join(map(str, OLDEST_TORCH))
+    return Finding(facts, columns(rows), [f"torch {torch.__version__} is older than {needed}"] if old else [])
+
+
+def _selection() -> Finding:
+    try:
+        _registry.registry()
+    except PluginError as error:  # a problem that the plugins' part has named
+        return Finding(None, [f"nothing is chosen: {one_line(str(error))}"])
+
+    facts: dict[str, Any] = {}
+    rows = []
+    problems: dict[str, None] = {}
+    for topology in _here():
+        chosen = []
+        for kind in KINDS:
+            selection, refusal = choose(kind, topology)
+            chosen.append(f"{kind}: {selection.chosen or 'none'}")
+            facts.setdefault(topology.summary(), {})[kind] = selection.chosen
+            asked = os.environ.get(VARIABLES[kind], "").strip()
+            # Not to fit some ranks is no fault of a backend; not to be usable at all is.
+            verdict = selection.verdict(asked)
+            if asked and refusal is not None and (verdict is None or verdict.state != "no"):
+                problems[one_line(str(refusal))] = None
+
+        rows.append((topology.summary(), *chosen))
+
+    return Finding(facts, columns(rows), list(problems))
+
+
+def _here() -> Iterator[Topology]:
+    """Typical ranks on this machine."""
+    yield _topology.imagine(2, "threads")
+    yield _topology.imagine(2, "processes")
+    torch = sys.modules.get("torch")  # its own part of the report has imported it, or said why it can't
+    count = torch.cuda.device_count() if torch is not None else 0
+    if count:
+        yield _topology.imagine(2, "threads", ("cuda:0",))
+
+    if count > 1:
+        devices = [f"cuda:{index}" for index in range(count)]
+        yield _topology.imagine(count, "threads", devices)
+        yield _topology.imagine(count, "processes", devices)
+
+
+PARTS: dict[str, Callable[[], Finding]] = {
+    "system": _python,
+    "environment": _environment,
+    "plugins": _plugins,
+    "metadata": _metadata,
+    "torch": _torch,
+    "selection": _selection,
+}
+"""The parts of the report, in this order."""
