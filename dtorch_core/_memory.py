@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtorch_core import streams
 from dtorch_core._shapes import Shape, describe
-from dtorch_core.checks import check_tensor
+from dtorch_core.checks import check_written
 from dtorch_core.errors import UnsupportedTensorError
 
 
@@ -77,7 +77,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _check_out(label: str, out: Tensor, shape: Shape, device: torch.device) -> None:
-    check_tensor(f"{label}, out=", out)
+    check_written(f"{label}, out=", out)
     if Shape.of(out) != shape or out.device != device:
         raise UnsupportedTensorError(
             f"{label}: out= is {describe(out)} on {out.device}, the result is {shape} on {device}"

@@ -50,6 +50,19 @@ def check_tensor(call: str, tensor: Tensor) -> None:
         raise UnsupportedTensorError(f"{call}: a tensor on {tensor.device} can't be exchanged")
 
 
+def check_written(call: str, tensor: Tensor) -> None:
+    """Refuse memory for a result in which elements share memory; ``call`` opens the message.
+
+    :raises UnsupportedTensorError: if it is an expanded tensor, or one that :func:`check_tensor` refuses.
+    """
+    check_tensor(call, tensor)
+    if 0 not in tensor.stride():
+        return
+
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise UnsupportedTensorError(f"{call}: can't write to an expanded tensor: its elements share memory; clone it")
+
+
 def _ordinary(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor

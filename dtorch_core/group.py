@@ -32,6 +32,7 @@ from dtorch_core._shapes import (
     write,
 )
 from dtorch_core._work import Work
+from dtorch_core.checks import check_written
 from dtorch_core.errors import PluginError, StoreTimeoutError
 
 if TYPE_CHECKING:
@@ -348,7 +349,7 @@ class ThreadGroup(GroupCalls):
         seconds = self._seconds(call, timeout, async_op)
         self._check_p2p(call, src, tag)
         if out is not None:
-            self._check(call, out)
+            check_written(f"{self._label(call)}, out=", out)
 
         received = _p2p.receive(self.process_group, self.device, src, tag, out, seconds)
         work = Work(None, lambda _: (received, lambda: received.result()[0]), seconds, self.device)

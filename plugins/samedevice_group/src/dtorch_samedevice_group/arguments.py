@@ -114,15 +114,3 @@ def check_together(call: str, tensors: Sequence[Tensor]) -> None:
     if len(tensors) > 1 and len(devices := {tensor.device for tensor in tensors}) > 1:
         where = ", ".join(sorted(map(str, devices)))
         raise UnsupportedTensorError(f"{call}: its tensors are on {where}; they must be on one device")
-
-
-def check_written(call: str, tensor: Tensor) -> None:
-    """Each of its elements has memory of its own.
-
-    :raises UnsupportedTensorError: if not.
-    """
-    if 0 not in tensor.stride():
-        return
-
-    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise UnsupportedTensorError(f"{call}: can't write to an expanded tensor: its elements share memory; clone it")

@@ -22,14 +22,13 @@ from torch import Tensor
 from dtorch_core import BackendContext
 from dtorch_core._extras import Place
 from dtorch_core._shapes import describe, describe_all
-from dtorch_core.checks import check_tensor
+from dtorch_core.checks import check_tensor, check_written
 from dtorch_core.joint import Offer, Ticket
 from dtorch_core.reduction import rule
 from dtorch_samedevice_group import collectives
 from dtorch_samedevice_group.arguments import (
     check_fits,
     check_together,
-    check_written,
     listed,
     one_dtype,
     one_each,
@@ -134,7 +133,6 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
             self._check_rank(src)
 
         if buffer is not None:
-            check_tensor(call, buffer)
             check_written(call, buffer)
 
         return ReceiveWork(self._store.expect(src, tag), buffer, self._device, self._timeout, call)

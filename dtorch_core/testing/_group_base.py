@@ -1,0 +1,245 @@
+"""What the parts of the group kit share: opening a group on every rank, values that tell where they belong, oracles."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtorch_core._member import normal_device
+from dtorch_core.group import ThreadGroup
+from dtorch_core.launcher import RankContext
+from dtorch_core.testing._harness import CUDA, Conformance, run_ranks
+
+T = TypeVar("T")
+
+SHORT = 0.1
+"""Seconds for a wait that is expected to end at its deadline."""
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+PAIR_AND_MORE = pytest.mark.parametrize("world_size", [2, 3])
+
+
+class GroupConformance(Conformance):
+    """Base of the parts of :class:`ThreadGroupTests`."""
+
+    kind = "group"
+
+    @property
+    def home(self) -> str:
+        """The device for tests where any will do."""
+        return "cpu" if "cpu" in self.declared else normal_device(CUDA)
+
+    def devices(self, device: str, world_size: int) -> str | Sequence[str]:
+        """Where the ranks of a test for ``device`` are. A backend whose ranks need a GPU each says so here."""
+        return device
+
+    def ranks(
+        self,
+        body: Callable[[ThreadGroup], T],
+        world_size: int,
+        device: str | None = None,
+        timeout: float | None = None,
+    ) -> list[T]:
+        """Open a group on every rank, call ``body(group)``, close it; the results by rank.
+
+        :param timeout: the group's own, for calls that name none.
+        """
+
+        def rank(ctx: RankContext) -> T:
+            own = self.patience / 2 if timeout is None else timeout
+            group = ctx.open_group("kit", backend=self.backend, timeout=own)
+            assert group is not None
+            with group:
+                return body(group)
+
+        return self.raw_ranks(rank, world_size, device)
+
+    def raw_ranks(self, rank: Callable[[RankContext], T], world_size: int, device: str | None = None) -> list[T]:
+        """``rank(ctx)`` on every rank, for tests that open groups themselves."""
+        return run_ranks(rank, world_size, self.patience, devices=self.devices(device or self.home, world_size))
+
+
+def coded(
+    rank: int, shape: Sequence[int] = (7,), device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Small whole numbers that differ at every position and on every rank: a mix-up shows, and any order is exact."""
+    return torch.arange(math.prod(shape), device=device).add(1000 * (rank + 1)).to(dtype).reshape(tuple(shape))
+
+
+def same(got: object, wanted: object) -> bool:
+    """Equal in shape, dtype, device and every bit; lists element by element, None to None."""
+    if isinstance(wanted, (list, tuple)):
+        return isinstance(got, list) and len(got) == len(wanted) and all(map(same, got, wanted))
+
+    if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
+        return got is wanted is None
+
+    if (got.shape, got.dtype, got.device) != (wanted.shape, wanted.dtype, wanted.device):
+        return False
+
+    return torch.equal(bits(got), bits(wanted))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of the values: NaN and -0.0 are what they are, and every dtype compares."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def all_dtypes() -> list[torch.dtype]:
+    """Every dtype that this torch has and can copy; they differ between versions."""
+    copied = []
+    for dtype in sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.empty(2, dtype=dtype).copy_(torch.empty(2, dtype=dtype))
+        except (RuntimeError, NotImplementedError):
+            continue  # quantized, and the sub-byte placeholders that have no kernels
+
+        copied.append(dtype)
+
+    return copied
+
+
+def of_dtype(rank: int, dtype: torch.dtype, device: str, size: int = 6) -> Tensor:
+    """Elements whose bytes count up: right for a dtype that has no arithmetic, too."""
+    raw = torch.arange(size * dtype.itemsize).add(37 * rank).to(torch.uint8)
+    return (raw % 2 if dtype is torch.bool else raw).view(dtype).to(device)
+
+
+def chunks(x: Tensor, parts: int, dim: int) -> list[Tensor]:
+    """torch.chunk, with empty chunks at the end where it gives fewer."""
+    size = x.shape[dim]
+    full = -(-size // parts)
+    return [x.narrow(dim, min(part * full, size), max(0, min(full, size - part * full))) for part in range(parts)]
+
+
+def summed(xs: Sequence[Tensor]) -> Tensor:
+    """In rank order."""
+    total = xs[0].clone()
+    for x in xs[1:]:
+        total = total + x
+
+    return total
+
+
+Call = Callable[..., Any]
+Oracle = Callable[[Sequence[Tensor], int], Any]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective with its arguments: how to call it, and what it must give."""
+
+    name: str
+    call: Call
+    """``call(group, x, **options)``: this rank's result."""
+    wanted: Oracle
+    """``wanted(xs, rank)``: what ``rank`` gets where ``xs`` are all ranks' inputs."""
+    out: bool = True
+    """It takes ``out=``."""
+    scalar: bool = True
+    """It takes 0-dim tensors."""
+    uneven: bool = False
+    """Chunks differ in size where a dim does not divide."""
+    root: int | None = None
+    """The rank with a part of its own."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _pieces(x: Tensor, world_size: int) -> list[Tensor]:
+    """One tensor for each rank, no two alike."""
+    return [x + 100 * rank for rank in range(world_size)]
+
+
+COLLECTIVES = [
+    Collective("all_reduce", lambda g, x, **kw: g.all_reduce(x, **kw), lambda xs, rank: summed(xs)),
+    Collective(
+        "reduce",
+        lambda g, x, **kw: g.reduce(x, g.world_size - 1, **kw),
+        lambda xs, rank: summed(xs) if rank == len(xs) - 1 else None,
+        root=-1,
+    ),
+    Collective(
+        "broadcast",
+        lambda g, x, **kw: g.broadcast(x, g.world_size - 1, **kw),
+        lambda xs, rank: xs[-1].clone(),
+        root=-1,
+    ),
+    Collective(
+        "all_gather",
+        lambda g, x, **kw: g.all_gather(x, **kw),
+        lambda xs, rank: torch.cat([x.reshape(1) if x.dim() == 0 else x for x in xs]),
+    ),
+    Collective(
+        "all_gather along the last dim",
+        lambda g, x, **kw: g.all_gather(x, -1, **kw),
+        lambda xs, rank: torch.cat(list(xs), -1),
+        scalar=False,
+    ),
+    Collective(
+        "all_gather_list", lambda g, x, **kw: g.all_gather_list(x, **kw), lambda xs, rank: list(xs), out=False
+    ),
+    Collective(
+        "reduce_scatter",
+        lambda g, x, **kw: g.reduce_scatter(x, **kw),
+        lambda xs, rank: chunks(summed(xs), len(xs), 0)[rank],
+        scalar=False,
+        uneven=True,
+    ),
+    Collective(
+        "reduce_scatter along the last dim",
+        lambda g, x, **kw: g.reduce_scatter(x, -1, **kw),
+        lambda xs, rank: chunks(summed(xs), len(xs), -1)[rank],
+        scalar=False,
+        uneven=True,
+    ),
+    Collective(
+        "all_to_all",
+        lambda g, x, **kw: g.all_to_all(x, 0, -1, **kw),
+        lambda xs, rank: torch.cat([chunks(x, len(xs), 0)[rank] for x in xs], -1),
+        scalar=False,
+        uneven=True,
+    ),
+    Collective(
+        "all_to_all the other way",
+        lambda g, x, **kw: g.all_to_all(x, -1, 0, **kw),
+        lambda xs, rank: torch.cat([chunks(x, len(xs), -1)[rank] for x in xs], 0),
+        scalar=False,
+        uneven=True,
+    ),
+    Collective(
+        "all_to_all_list",
+        lambda g, x, **kw: g.all_to_all_list(_pieces(x, g.world_size), **kw),
+        lambda xs, rank: [_pieces(x, len(xs))[rank] for x in xs],
+        out=False,
+    ),
+    Collective(
+        "gather",
+        lambda g, x, **kw: g.gather(x, g.world_size - 1, **kw),
+        lambda xs, rank: list(xs) if rank == len(xs) - 1 else None,
+        out=False,
+        root=-1,
+    ),
+    Collective(
+        "scatter",
+        lambda g, x, **kw: g.scatter(
+            _pieces(x, g.world_size) if g.rank == g.world_size - 1 else None, g.world_size - 1, **kw
+        ),
+        lambda xs, rank: _pieces(xs[-1], len(xs))[rank],
+        root=-1,
+    ),
+]
+"""Every collective but the barrier, with a root that is not rank 0."""
+
+EACH = pytest.mark.parametrize("collective", COLLECTIVES, ids=str)

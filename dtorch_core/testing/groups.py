@@ -1,0 +1,13 @@
+"""What every ThreadGroup is held to."""
+
+from __future__ import annotations
+
+from dtorch_core.testing._group_async import AsyncTests
+from dtorch_core.testing._group_collectives import CollectiveTests
+from dtorch_core.testing._group_mismatch import MismatchTests
+from dtorch_core.testing._group_out import OutTests
+from dtorch_core.testing._group_reductions import ReductionTests
+
+
+class ThreadGroupTests(CollectiveTests, OutTests, ReductionTests, AsyncTests, MismatchTests):
+    """The contract of a ThreadGroup. Subclass it, set ``backend``, and pytest does the rest."""
