@@ -35,7 +35,16 @@ if TYPE_CHECKING:
     from dtorch_core.group import ThreadGroup, open_group
     from dtorch_core.hookspecs import hookimpl
     from dtorch_core.launcher import RankContext, spawn
-    from dtorch_core.placement import Layout, copy_tensor, gather_tensor, scatter_tensor
+    from dtorch_core.manager import ThreadGroupManager
+    from dtorch_core.placement import (
+        Layout,
+        copy_tensor,
+        gather_tensor,
+        plan_redistribution,
+        redistribute,
+        redistribute_mesh,
+        scatter_tensor,
+    )
     from dtorch_core.promise import GetTensorOp, TensorFuture, TensorPromise, attach_promise, make_promise
     from dtorch_core.store import TensorStore, open_store
 
@@ -54,7 +63,8 @@ _HOMES = {
     "group": "ThreadGroup open_group",
     "hookspecs": "hookimpl",
     "launcher": "RankContext spawn",
-    "placement": "Layout copy_tensor gather_tensor scatter_tensor",
+    "manager": "ThreadGroupManager",
+    "placement": "Layout copy_tensor gather_tensor plan_redistribution redistribute redistribute_mesh scatter_tensor",
     "promise": "GetTensorOp TensorFuture TensorPromise attach_promise make_promise",
     "store": "TensorStore open_store",
 }
@@ -86,6 +96,7 @@ __all__ = [
     "TensorPromise",
     "TensorStore",
     "ThreadGroup",
+    "ThreadGroupManager",
     "Topology",
     "UnsupportedOperationError",
     "UnsupportedTensorError",
@@ -98,6 +109,9 @@ __all__ = [
     "make_promise",
     "open_group",
     "open_store",
+    "plan_redistribution",
+    "redistribute",
+    "redistribute_mesh",
     "refresh",
     "register",
     "scatter_tensor",

@@ -24,6 +24,7 @@ from dtorch_core.errors import (
 
 if TYPE_CHECKING:
     from dtorch_core.group import ThreadGroup
+    from dtorch_core.manager import ThreadGroupManager
     from dtorch_core.store import TensorStore
 
 
@@ -78,6 +79,25 @@ class RankContext:
             name if ranks is None else f"{name}{members}",
             rank=members.index(self.rank),
             world_size=len(members),
+            device=self.device,
+            rendezvous=self._scope.rendezvous,
+            backend=backend,
+            timeout=timeout,
+        )
+
+    def open_manager(
+        self, name: str = "manager", *, backend: str | None = None, timeout: float = 300.0
+    ) -> ThreadGroupManager:
+        """A manager of the groups of any of the ranks, as :class:`dtorch_core.ThreadGroupManager`. Local.
+
+        It opens a group when its ranks first ask for it; ranks whose managers have one name meet.
+        """
+        from dtorch_core.manager import ThreadGroupManager
+
+        return ThreadGroupManager(
+            self.rank,
+            self.world_size,
+            name=name,
             device=self.device,
             rendezvous=self._scope.rendezvous,
             backend=backend,

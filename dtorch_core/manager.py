@@ -71,7 +71,7 @@ class ThreadGroupManager:
             except BaseException as error:
                 # Not kept: the next caller tries again.
                 with self._lock:
-                    del self._groups[members]
+                    self._groups.pop(members, None)
 
                 future.set_exception(error)
 
@@ -81,12 +81,20 @@ class ThreadGroupManager:
         """The group of the ranks that differ from this one in mesh dimension ``dim`` alone.
 
         :param mesh: ranks as nested ints or an int tensor, or a DeviceMesh.
-        :param dim: a number, or a name where the mesh is a DeviceMesh with names.
-        :raises ValueError: if this rank is not in the mesh.
+        :param dim: a number, counted from the end where negative; or a name where the mesh is a DeviceMesh with names.
+        :raises TypeError: if ``mesh`` or ``dim`` is something else.
+        :raises ValueError: if this rank is not in the mesh, or the mesh has no such dimension.
         """
-        from dtorch_core.placement import Mesh
+        from dtorch_core.placement._mesh import Mesh
 
-        return self.get(Mesh.of(mesh).line(self.rank, dim))
+        what = f"{self!r}: groups_for"
+        grid = Mesh.read(mesh, self.world_size, what)
+        try:
+            line = grid.line(self.rank, dim)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{what}: {error}") from None
+
+        return self.get(line)
 
     def close(self) -> None:
         """Close every group, in an order that is the same on every rank. May be repeated."""

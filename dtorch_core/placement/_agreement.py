@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from dtorch_core.placement._call import Call, Key, data_key, hello_key
 from dtorch_core.placement._hello import Hello
 from dtorch_core.placement._mesh import Coordinate
 from dtorch_core.placement._placements import resolve
-from dtorch_core.placement._plan import Plan
+from dtorch_core.placement._plan import Plan, Side
 from dtorch_core.placement._reduce import check_partial
 from dtorch_core.placement._shards import Box, fit, whole
 
@@ -39,7 +40,7 @@ def introduce(call: Call, text: str, plan: Plan, held: Tensor | None) -> tuple[T
 
     error: Exception | None = None
     try:
-        held = checked(call.what, plan, held)
+        held = checked(call.what, (plan.source, plan.target), held)
         hello = Hello.of(text, held)
     except Exception as failure:
         error, hello = failure, Hello.failed(text, failure)
@@ -72,9 +73,10 @@ def listen(call: Call, text: str, plan: Plan, known: Agreement) -> None:
         raise error
 
 
-def checked(what: str, plan: Plan, held: Tensor | None) -> Tensor:
+def checked(what: str, sides: Sequence[Side], held: Tensor | None) -> Tensor:
     """What this rank holds, without its history.
 
+    :param sides: the layouts that it has to have a place in.
     :raises ValueError: if it is missing, or a placement names a dimension that it has not.
     :raises UnsupportedTensorError: if it can't be carried, or has no such Partial.
     """
@@ -82,7 +84,7 @@ def checked(what: str, plan: Plan, held: Tensor | None) -> Tensor:
         raise ValueError(f"{what}: it holds a part of the tensor, but passed None")
 
     check_tensor(what, held)
-    for side in (plan.source, plan.target):
+    for side in sides:
         resolve(side.specs, side.mesh, held.shape, what)
         check_partial(side.specs, held.dtype, what)
 

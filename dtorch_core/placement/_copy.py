@@ -61,7 +61,7 @@ def copy_tensor(x: Tensor | None, store: TensorStore, src: Layout, dst: Layout) 
     if call.rank not in source.mesh.ranks:
         return None
 
-    held = checked(call.what, plan_of(source, target), x)
+    held = checked(call.what, (source, target), x)
     return torch.empty(held.shape, dtype=held.dtype, device=plan_of(source, target).devices[call.rank]).copy_(held)
 
 

@@ -1,6 +1,6 @@
 """What a rank that holds a part of a tensor says before it sends it: what it holds, or why it can't go on.
 
-It travels through the store as JSON in a small tensor. Nothing in it is unpickled.
+It travels as JSON, through a store in a small tensor. Nothing in it is unpickled.
 """
 
 from __future__ import annotations
@@ -37,20 +37,30 @@ class Hello:
         """What there is to say where there is none."""
         return cls(call, (), torch.uint8, "cpu", (type(error).__name__, str(error)))
 
-    def encode(self) -> Tensor:
-        """As a tensor."""
-        fields = [self.call, self.shape, str(self.dtype).removeprefix("torch."), self.device_type, self.error]
-        return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(
+            [self.call, self.shape, str(self.dtype).removeprefix("torch."), self.device_type, self.error]
+        )
 
     @classmethod
-    def decode(cls, tensor: Tensor) -> Hello:
-        """The inverse of :meth:`encode`."""
-        call, shape, name, device_type, error = json.loads(bytes(tensor.tolist()))
+    def from_json(cls, text: str) -> Hello:
+        """The inverse of :meth:`to_json`."""
+        call, shape, name, device_type, error = json.loads(text)
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ProtocolError(f"a peer holds a tensor of dtype {name!r}; this torch ({torch.__version__}) has none")
 
         return cls(call, tuple(shape), dtype, device_type, (error[0], error[1]) if error else None)
+
+    def encode(self) -> Tensor:
+        """As a tensor."""
+        return torch.frombuffer(bytearray(self.to_json().encode()), dtype=torch.uint8)
+
+    @classmethod
+    def decode(cls, tensor: Tensor) -> Hello:
+        """The inverse of :meth:`encode`."""
+        return cls.from_json(bytes(tensor.tolist()).decode())
 
     def refusal(self, what: str, rank: int, call: str) -> Exception | None:
         """Why a rank that calls ``call`` can't go on with ``rank``, whose hello this is; None if it can."""
