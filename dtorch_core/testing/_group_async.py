@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
+from dtorch_core._work import Work
 from dtorch_core.errors import AbortedError, CollectiveMismatchError, StoreTimeoutError, UnsupportedOperationError
 from dtorch_core.group import ThreadGroup
 from dtorch_core.testing._group_base import COLLECTIVES, EACH, SHORT, Collective, GroupConformance, coded, same
@@ -39,15 +41,19 @@ class AsyncTests(GroupConformance):
 
     @requires("async")
     def test_work_of_a_barrier(self) -> None:
+        begun = threading.Event()
+
         def body(group: ThreadGroup) -> None:
             if group.rank == 0:
                 work = group.barrier(async_op=True)
                 assert not work.is_completed()
                 assert work.exception() is None
+                begun.set()
                 group.barrier(async_op=True).wait()
                 assert work.result() is None
                 assert work.get_future().wait() is None
             else:
+                assert begun.wait(self.patience)
                 group.barrier()
                 group.barrier()
 
@@ -161,19 +167,16 @@ class AsyncTests(GroupConformance):
     @requires("async", "mismatch")
     def test_work_of_a_mismatch_raises(self) -> None:
         def body(group: ThreadGroup) -> None:
-            for call in (
-                lambda: group.all_reduce(coded(0, (2 + group.rank,), self.home), async_op=True),
-                lambda: group.all_gather(coded(0, (2, 2 + group.rank), self.home), async_op=True),
-            ):
+            for call in (group.all_reduce, group.all_gather):
                 for look in ("wait", "result", "future", "exception"):
-                    work = call()
+                    work = call(coded(0, (2, 2 + group.rank), self.home), async_op=True)
                     if look == "exception":
                         group.barrier()
                         assert work.is_completed()
                         assert isinstance(work.exception(), CollectiveMismatchError)
                     else:
                         with pytest.raises(CollectiveMismatchError, match="rank 1"):
-                            {"wait": work.wait, "result": work.result, "future": work.get_future().wait}[look]()
+                            _look(work, look)
 
                     assert work.is_completed()
 
@@ -214,3 +217,11 @@ class AsyncTests(GroupConformance):
                     collective.call(group, coded(0, (2, 2), self.home), async_op=True)
 
         self.ranks(body, 2)
+
+
+def _look(work: Work[object], how: str) -> object:
+    if how == "future":
+        future: Any = work.get_future()
+        return future.wait()
+
+    return work.wait() if how == "wait" else work.result()
