@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,14 +64,15 @@ def _one_by_one(problems: list[str]) -> Iterator[EntryPoint]:
 
 
 def name_and_version(distribution: IDistribution | None) -> tuple[str, str]:
-    """A distribution's own words; where its metadata lies, if it gives no name."""
+    """A distribution's own words; its folder's name where it gives none, and an empty version."""
     if distribution is None:
         return "unknown distribution", ""
 
     name, _ = guarded(lambda: distribution.name)
     version, _ = guarded(lambda: distribution.version)
-    # A folder without a METADATA file: what is left of an uninstalled or half-installed distribution.
-    return name or folder(distribution) or "unknown distribution", version or ""
+    # A folder without a METADATA file is what is left of one that was uninstalled, or installed by half.
+    left = os.path.basename(folder(distribution)).partition("-")[0]
+    return name or left or "unknown distribution", version or ""
 
 
 def folder(distribution: IDistribution) -> str:

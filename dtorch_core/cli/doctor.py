@@ -18,7 +18,7 @@ from dtorch_core._authority import VARIABLES
 from dtorch_core._discovery import DISABLE, LOAD, STRICT, guarded
 from dtorch_core._reasons import KINDS
 from dtorch_core._selector import choose
-from dtorch_core._text import columns, describe_error, did_you_mean, one_line
+from dtorch_core._text import columns, count, describe_error, did_you_mean, one_line
 from dtorch_core._topology import Topology
 from dtorch_core.cli import _installations
 from dtorch_core.cli.plugins import problems as problems_of
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         facts = {title: finding.facts for title, finding in findings.items()}
         print(json.dumps({**facts, "problems": problems}, indent=2), file=out)
     else:
-        print(f"{len(problems)} problems" if problems else "no problem found", file=out)
+        print(count(len(problems), "problem") if problems else "no problem found", file=out)
 
     return 1 if problems else 0
 
@@ -178,14 +178,13 @@ def _here() -> Iterator[Topology]:
     yield _topology.imagine(2, "threads")
     yield _topology.imagine(2, "processes")
     torch = sys.modules.get("torch")  # its own part of the report has imported it, or said why it can't
-    count = torch.cuda.device_count() if torch is not None else 0
-    if count:
+    devices = [f"cuda:{index}" for index in range(torch.cuda.device_count() if torch is not None else 0)]
+    if devices:
         yield _topology.imagine(2, "threads", ("cuda:0",))
 
-    if count > 1:
-        devices = [f"cuda:{index}" for index in range(count)]
-        yield _topology.imagine(count, "threads", devices)
-        yield _topology.imagine(count, "processes", devices)
+    if len(devices) > 1:
+        yield _topology.imagine(len(devices), "threads", devices)
+        yield _topology.imagine(len(devices), "processes", devices)
 
 
 PARTS: dict[str, Callable[[], Finding]] = {
