@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from multiprocessing import resource_tracker
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -185,19 +186,25 @@ class Background(Generic[T]):
 
 
 def asleep(background: Background[Any], within: float = 2.0) -> None:
-    """Return once the call seems to be blocked, or has ended: no step forward in three looks.
+    """Return once the call seems to be blocked, or has ended: the scheduler has not run its thread for a while.
 
     No event tells that another thread has gone to sleep. A wrong guess makes a test weaker, never wrong.
+    (``sys._current_frames()`` would tell more, but can deadlock with the garbage collector.)
     """
-    deadline = time.monotonic() + within
-    seen: list[tuple[int, int]] = []
-    while background.thread.is_alive() and time.monotonic() < deadline:
-        frame = sys._current_frames().get(background.thread.ident or 0)
-        seen.append((id(frame), frame.f_lasti) if frame is not None else (0, 0))
-        if len(seen) >= 3 and len(set(seen[-3:])) == 1 and seen[-1] != (0, 0):
+    thread, deadline = background.thread, time.monotonic() + within
+    status, before = Path(f"/proc/self/task/{thread.native_id}/status"), ""
+    while thread.is_alive() and time.monotonic() < deadline:
+        # A thread that only wants the GIL is run once in every switch interval.
+        thread.join(2 * sys.getswitchinterval())
+        try:
+            now = "".join(line for line in status.read_text().splitlines() if line.startswith(("State", "vol", "nonv")))
+        except OSError:
+            now = "unknown"
+
+        if now == before:
             return
 
-        time.sleep(0.003)
+        before = now
 
 
 def run_ranks(
