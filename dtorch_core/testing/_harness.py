@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
