@@ -102,7 +102,7 @@ class Rule:
                 self.combine(out, tensor, out=out)
 
         if self.op == "avg":
-            out.div_(len(inputs))
+            _divide(out, len(inputs))
 
     def _in_scratch(self, inputs: Sequence[Tensor], factor: float | None) -> Tensor:
         total = self._term(inputs[0], factor)
@@ -202,9 +202,14 @@ def _quotient(total: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         return quotient + ((rest < 0) | (rest >= count)).to(torch.int64)
 
     if total.is_floating_point() or total.is_complex():
-        return total.div_(count)
+        return _divide(total, count)
 
     return total.div_(count, rounding_mode="trunc")
+
+
+def _divide(total: Tensor, count: int) -> Tensor:
+    # By a tensor on the device: by a number, CUDA multiplies with the reciprocal, which rounds twice.
+    return total.div_(torch.full((), count, dtype=total.dtype, device=total.device) if total.is_cuda else count)
 
 
 def _refused(op: str, dtype: torch.dtype, way_out: str) -> UnsupportedTensorError:
