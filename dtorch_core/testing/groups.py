@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dtorch_core.testing._group_async import AsyncTests
 from dtorch_core.testing._group_collectives import CollectiveTests
+from dtorch_core.testing._group_cuda import CudaTests
 from dtorch_core.testing._group_ending import EndingTests
 from dtorch_core.testing._group_mismatch import MismatchTests
 from dtorch_core.testing._group_out import OutTests
@@ -13,6 +14,14 @@ from dtorch_core.testing._group_split import SplitTests
 
 
 class ThreadGroupTests(
-    CollectiveTests, OutTests, ReductionTests, AsyncTests, MismatchTests, MessageTests, SplitTests, EndingTests
+    CollectiveTests,
+    OutTests,
+    ReductionTests,
+    AsyncTests,
+    MismatchTests,
+    MessageTests,
+    SplitTests,
+    EndingTests,
+    CudaTests,
 ):
     """The contract of a ThreadGroup. Subclass it, set ``backend``, and pytest does the rest."""
