@@ -324,6 +324,62 @@ class TestLeaving:
             assert part in told[0]
 
 
+class TestJointWork:
+    def test_callback_that_raises_keeps_nobody_asleep(self, caplog):
+        """Rank 1 leaves: rank 0's callback is called on the way, and its thread behind it is woken."""
+
+        def fail():
+            raise KeyError("a callback's own error")
+
+        def body(store):
+            if store.rank == 1:
+                asleep(waiting.result())
+                return
+
+            store.post("work", "note", [torch.arange(3)], lambda offers: []).add_done_callback(fail)
+            receiver = Background(lambda: store.expect(1, 0).wait(LIMIT))
+            started.append(receiver)
+            ready.set()
+            with pytest.raises(PeerLostError, match="rank 1"):
+                receiver.result()
+
+        started, ready = [], threading.Event()
+        waiting = Background(lambda: ready.wait(LIMIT) and started[0])
+        on_ranks(body, 2)
+        assert "a callback's own error" in caplog.text
+
+    def test_finished_work_holds_no_tensor(self):
+        """Whoever keeps a ticket keeps no tensor of any rank."""
+        alive = []
+
+        def body(store):
+            values = array.array("q", range(3))
+            alive.append(weakref.ref(values))
+            ticket = store.post("work", "note", [torch.frombuffer(values, dtype=torch.int64)], lambda offers: [])
+            del values
+            ticket.wait(LIMIT)
+            store.barrier()
+            assert [watch() for watch in alive] == [None, None]
+            store.barrier()
+            return ticket
+
+        on_ranks(body, 2)
+
+    def test_memory_is_not_freed_under_the_mutex(self):
+        """What runs when a tensor dies may use the store."""
+
+        def body(store):
+            values = array.array("q", range(3))
+            watch = weakref.ref(values, lambda _: store.src_set("last words", torch.arange(2), 1))
+            ticket = store.post("work", "note", [torch.frombuffer(values, dtype=torch.int64)], lambda offers: [])
+            del values
+            ticket.wait(LIMIT)
+            assert watch() is None
+            assert store.dest_get("last words", timeout=LIMIT).tolist() == [0, 1]
+
+        on_ranks(body, 1)
+
+
 class TestMessages:
     def test_key_in_use_says_who_holds_it_and_what_frees_it(self):
         def body(store):

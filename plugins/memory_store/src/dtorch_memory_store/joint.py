@@ -273,12 +273,14 @@ class Joint:
     def _finish(self, call: Call) -> None:
         with self.presence.mutex:
             call.finished = True
-            # Views and closures over every rank's tensors: let them go with the work.
-            call.tasks, call.offers = (), []
+            # Views and closures over every rank's tensors: let them go with the work, but not under the mutex.
+            used = call.tasks, call.offers, call.events
+            call.tasks, call.offers, call.events = (), [], []
             woken = _all_done(call)
             woken += call.notices  # after the threads: a callback may take its time
             call.notices = []
 
+        del used
         wake(woken)
 
     def _await_helpers(self, call: Call, rank: int) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
+
+log = logging.getLogger("dtorch")
 
 Failure = Callable[[], Exception]
 """Makes the error of a wait that can't end well: a fresh one for each thread."""
@@ -50,7 +53,10 @@ class Notice(Waiter):
         self._callback = callback
 
     def wake(self) -> None:
-        self._callback()
+        try:
+            self._callback()
+        except Exception:  # of whoever asked for it: the waiters behind it have to be woken all the same
+            log.exception("rank %d: a callback at the end of a wait failed", self.rank)
 
 
 def settle(waiters: Iterable[Waiter], failure_of: Callable[[Waiter], Failure | None]) -> list[Waiter]:
