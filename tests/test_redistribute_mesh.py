@@ -123,6 +123,8 @@ def check(results, full, cuts, layout, what):
     for place, result in results.items():
         wanted = cuts.part(full, layout, place)
         assert result.dtype == full.dtype, what
+        assert result.is_contiguous(), what
+        assert result.untyped_storage().nbytes() == result.nbytes, what
         assert result.shape == wanted.shape, (what, place, result.shape, wanted.shape)
         if op is None:
             assert torch.equal(result, wanted), (what, place, result, wanted)

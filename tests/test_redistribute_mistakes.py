@@ -20,6 +20,7 @@ from dtorch_core import (
     redistribute_mesh,
     spawn,
 )
+from dtorch_core.placement._walk import Walk
 
 PROMPT = 5.0
 """Seconds: far below the groups' timeout here, far above what a slow machine needs."""
@@ -240,6 +241,35 @@ class TestOneRankIsWrong:
         found = mesh_outcomes(call, warm=False)
         assert [type(outcome) for outcome in found[:2]] == [CollectiveMismatchError] * 2
         assert all(torch.equal(outcome, coded((4,)) * 2) for outcome in found[2:])
+
+
+class TestOneRankFailsOnItsWay:
+    @pytest.mark.parametrize("failing", [0, 1], ids=["first step", "second step"])
+    def test_all_ranks_hear_of_it(self, monkeypatch, failing):
+        prepared, fails = Walk._prepared, set()
+
+        def short_of_memory(self, step, *rest):
+            if threading.get_ident() in fails and step is self._plan.steps[failing]:
+                fails.clear()
+                raise MemoryError("no more")
+
+            return prepared(self, step, *rest)
+
+        monkeypatch.setattr(Walk, "_prepared", short_of_memory)
+
+        def call(rank, manager):
+            if rank == 1:
+                fails.add(threading.get_ident())
+
+            return redistribute_mesh(coded((2,)), manager, MESH, [Partial(), Shard(0)], [Replicate(), Replicate()])
+
+        found = mesh_outcomes(call, warm=True)
+        # The lines are rank 0, 2 and rank 1, 3 in the first step, and rank 0, 1 and rank 2, 3 in the second.
+        heard = [outcome for rank, outcome in enumerate(found) if rank != 1 and isinstance(outcome, Exception)]
+        assert isinstance(found[1], MemoryError)
+        assert len(heard) == (3 if failing == 0 else 1)
+        assert all(isinstance(outcome, CollectiveMismatchError) for outcome in heard)
+        assert "MemoryError: no more" in str(found[3 if failing == 0 else 0])
 
 
 class TestOneRankIsMissing:

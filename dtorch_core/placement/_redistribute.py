@@ -116,9 +116,7 @@ def plan_redistribution(
     elif len({spec.dim < 0 for spec in (*source, *target) if spec.kind == "Shard"}) > 1:
         raise ValueError(f"{what}: Shards of negative and of other dims, so the plan depends on the shape: give it")
 
-    plan = RedistributionPlan(grid, source, target, plan_of(grid, source, target).steps)
-    plan.shape, plan.dtype = whole, dtype
-    return plan
+    return RedistributionPlan(grid, source, target, plan_of(grid, source, target).steps, whole, dtype)
 
 
 @lru_cache(maxsize=64)

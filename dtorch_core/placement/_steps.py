@@ -81,15 +81,23 @@ class Seat:
 class RedistributionPlan:
     """How a tensor gets from one layout to another on a mesh. ``str()`` of it is for people."""
 
-    def __init__(self, mesh: Mesh, src: Specs, dst: Specs, steps: Sequence[Step]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        src: Specs,
+        dst: Specs,
+        steps: Sequence[Step],
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.mesh = mesh
         self.src = src
         self.dst = dst
         self.steps = tuple(steps)
         """In order. None for a layout that stays, or differs in mesh dimensions of one rank alone."""
-        self.shape: tuple[int, ...] | None = None
+        self.shape = shape
         """Of the whole tensor, if known."""
-        self.dtype: torch.dtype | None = None
+        self.dtype = dtype
         self._seats: dict[int, Seat] = {}
 
     @cached_property
