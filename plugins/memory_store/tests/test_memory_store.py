@@ -323,6 +323,30 @@ class TestLeaving:
         for part in ("rank 0", "'k'", "rank 1", f"pid {os.getpid()}", "KeyError", "lost on purpose", "anew"):
             assert part in told[0]
 
+    def test_key_of_a_producer_that_left_is_free_once_its_consumers_have_finished(self):
+        def rank(ctx):
+            store = ctx.open_store("left", timeout=LIMIT)
+            if ctx.rank == 0:
+                store.src_set("before", torch.arange(3), 1)
+                store.src_set("after", torch.arange(3), 1)
+                store.barrier()
+                store.close()
+                return None
+
+            with store.borrow("before"):
+                store.barrier()
+
+            with store.borrow("after"):
+                pass
+
+            for key in ("before", "after"):
+                store.src_set(key, torch.arange(4), 1)
+
+            with store.borrow("after") as value:
+                return value.tolist()
+
+        assert run_ranks(rank, 2, 2 * LIMIT) == [None, [0, 1, 2, 3]]
+
 
 class TestJointWork:
     def test_callback_that_raises_keeps_nobody_asleep(self, caplog):

@@ -138,8 +138,8 @@ class Keys:
             if len(publication.finished) == publication.get_count:
                 dropped, publication.tensor = publication.tensor, None
                 woken = [waiter for waiter in publication.waiters if not waiter.settled]
-                if woken:
-                    # Its producer waits already: the key is free, and the thread it wakes has nothing left to do.
+                if woken or publication.owner in self._presence.closed:
+                    # Its producer waits already, so that the thread it wakes has nothing left to do, or never will.
                     del self._keys[key]
                     for waiter in woken:
                         waiter.done = True
@@ -192,6 +192,11 @@ class Keys:
         self._orphans.update((rank, key) for key, publication in self._keys.items() for rank in publication.borrowers)
         self._keys.clear()
         return dropped
+
+    def abandon(self, owner: int) -> None:
+        """Free the finished keys of a rank that leaves without having waited for them."""
+        for key in [key for key, found in self._keys.items() if found.owner == owner and found.tensor is None]:
+            del self._keys[key]
 
     def waiters(self) -> list[Waiter]:
         """Every thread that waits for a key."""

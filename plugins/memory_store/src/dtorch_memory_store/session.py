@@ -51,6 +51,7 @@ class Session:
                 return
 
             self.presence.closed.add(rank)
+            self.keys.abandon(rank)
             reason = f"{self.presence.me(rank)}: it was closed"
             woken = self._end_waits_of(rank, reason, self._barrier, self._reset) + self._give_up()
 

@@ -73,9 +73,7 @@ class MemoryTensorStore(TensorStore):
             for event in publication.events:
                 queue.wait_event(event)
 
-    def dest_get(
-        self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None
-    ) -> Tensor:
+    def dest_get(self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None) -> Tensor:
         publication = self._session.keys.get(self.rank, key, self._seconds(timeout))
         tensor = publication.tensor
         assert tensor is not None, "a tensor is kept while anybody borrows it"
@@ -102,9 +100,7 @@ class MemoryTensorStore(TensorStore):
     def barrier(self, *, timeout: float | None = None) -> None:
         self._session.barrier(self.rank, self._seconds(timeout))
 
-    def empty(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
-    ) -> Tensor:
+    def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=self.device if device is None else device)
 
     def close(self) -> None:
