@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,14 +20,7 @@ from dtorch_core import (
     unregister,
 )
 from dtorch_core.promise import Outcome
-
-SUITE = """
-from dtorch_core.testing import PromiseTests
-
-class TestSeeded(PromiseTests):
-    backend = "seeded"
-    patience = 1.0
-"""
+from dtorch_core.testing import DEVICES, run_kit
 
 
 class Right(TensorPromise):
@@ -422,23 +414,8 @@ def probe(topology: object) -> Support:
     return Support.yes(1, "the tests want it so") if len(topology) == 1 else Support.no("it is one thread's")
 
 
-class Outcomes:
-    """Watches a run of pytest within this one."""
-
-    def __init__(self) -> None:
-        self.failed: set[str] = set()
-        self.passed: set[str] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.rpartition("::")[2].partition("[")[0]
-        if report.failed:
-            self.failed.add(name)
-        elif report.when == "call" and report.passed:
-            self.passed.add(name)
-
-
-def run_kit(home: type[Home], tests: str, folder: Path) -> Outcomes:
-    """The kit, or of it the one test ``tests``, on the backend that ``home`` makes."""
+def failed(home: type[Home], *tests: str, patience: float = 1.0) -> set[str]:
+    """The kit's ``tests``, or all, that fail on the backend that ``home`` makes."""
 
     class Plugin:
         @hookimpl
@@ -446,17 +423,15 @@ def run_kit(home: type[Home], tests: str, folder: Path) -> Outcomes:
             return [BackendSpec("seeded", f"{__name__}:current", probe, capabilities=frozenset({"cpu", "await"}))]
 
     globals()["current"] = home
-    suite = folder / "test_seeded.py"
-    suite.write_text(SUITE)
-    outcomes = Outcomes()
-    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={folder}", "-c", "/dev/null"]
     register(Plugin(), name="seeded")
     try:
-        pytest.main([*options, str(suite), *(["-k", tests] if tests else [])], [outcomes])
+        outcomes = run_kit("promise", "seeded", select=tests, patience=patience)
     finally:
         unregister("seeded")
 
-    return outcomes
+    names = {outcome.test.partition("[")[0] for outcome in outcomes if outcome.state != "skipped"}
+    assert names >= set(tests or CAUGHT_BY.values()), "not run"
+    return {outcome.test.partition("[")[0] for outcome in outcomes if outcome.state == "failed"}
 
 
 @pytest.fixture(autouse=True)
@@ -464,12 +439,12 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtorch_core._promise_backends._built", {})
 
 
+@pytest.mark.skipif("cpu" not in DEVICES, reason="the wrong backends are for the CPU")
 class TestKit:
     @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda wrong: wrong.__name__)
-    def test_kit_catches(self, wrong: type[Right], tmp_path: Path) -> None:
+    def test_kit_catches(self, wrong: type[Right]) -> None:
         home = type("Wrong", (Home,), {"promise_type": wrong})
-        outcomes = run_kit(home, CAUGHT_BY[wrong], tmp_path)
-        assert outcomes.failed == {CAUGHT_BY[wrong]}
+        assert failed(home, CAUGHT_BY[wrong]) == {CAUGHT_BY[wrong]}
 
     @pytest.mark.parametrize(
         ("home", "test"),
@@ -478,11 +453,9 @@ class TestKit:
             (UnpicklesTokens, "test_token_that_is_none_is_refused"),
         ],
     )
-    def test_kit_catches_wrong_tokens(self, home: type[Home], test: str, tmp_path: Path) -> None:
-        assert run_kit(home, test, tmp_path).failed == {test}
+    def test_kit_catches_wrong_tokens(self, home: type[Home], test: str) -> None:
+        assert failed(home, test) == {test}
 
-    def test_kit_passes_what_is_right(self, tmp_path: Path) -> None:
-        """All tests that catch something pass on the backend without the mistakes."""
-        outcomes = run_kit(Home, "", tmp_path)
-        assert outcomes.failed == {"test_value_is_let_go_with_its_future"}, "the slot keeps its future, as it says"
-        assert outcomes.passed >= set(CAUGHT_BY.values())
+    def test_kit_passes_what_is_right(self) -> None:
+        """The same tests, and all others, on the backend without the mistakes; but its slot keeps its future."""
+        assert failed(Home, patience=20.0) == {"test_value_is_let_go_with_its_future"}

@@ -12,6 +12,7 @@ this project does.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,7 +49,8 @@ __all__ = [
 ]
 
 # Asserts in the kit show their values as those in a test file do.
-pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _HOMES))
+_modules = (path.stem for path in Path(__file__).parent.glob("*.py"))
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _modules if module != "__init__"))
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

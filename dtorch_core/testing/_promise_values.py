@@ -224,7 +224,9 @@ class ValueTests(PromiseConformance):
         for _ in range(50):
             promise = self.promise()
             given = self.together(
-                promise.future, promise.future, lambda: promise.set_result(coded(1, device=self.home))  # noqa: B023
+                promise.future,
+                promise.future,
+                lambda: promise.set_result(coded(1, device=self.home)),  # noqa: B023
             )[:2]
             (future,) = (each for each in given if isinstance(each, TensorFuture))
             assert sum(isinstance(each, ProtocolError) for each in given) == 1, given
