@@ -117,19 +117,28 @@ class TestStreams:
             assert all(map(torch.equal, results, pieces(total, dst, 3)))
 
     def test_host_does_not_wait(self):
+        src, dst = [Partial(), Shard(0)], [Replicate(), Replicate()]
+
         def run(ctx):
             manager = ctx.open_manager(timeout=30)
-            x = coded((8,), torch.float32, ctx.device)
-            src, dst = [Partial(), Shard(0)], [Replicate(), Replicate()]
-            redistribute_mesh(x, manager, MESH, src, dst)
-            torch.cuda.synchronize()
-            done = torch.cuda.Event()
-            torch.cuda._sleep(20 * CYCLES)
-            result = redistribute_mesh(x, manager, MESH, src, dst)
-            done.record()
-            queued = not done.query()
-            return queued, result.cpu()
+            stream = torch.cuda.Stream(ctx.device)
+            with torch.cuda.stream(stream):
+                x = coded((8,), torch.float32, ctx.device)
+                # Loading kernels and allocating memory can wait for the device: do it now.
+                spare = [torch.empty(8, device=ctx.device) for _ in range(16)]
+                for _ in range(2):
+                    redistribute_mesh(x, manager, MESH, src, dst)
+
+                del spare
+                torch.cuda._sleep(1)
+                stream.synchronize()
+                manager.get(range(4)).barrier()
+                torch.cuda._sleep(5 * CYCLES)
+                result = redistribute_mesh(x, manager, MESH, src, dst)
+                done = torch.cuda.Event()
+                done.record()
+                return not done.query(), result.cpu()
 
         for queued, result in spawn(run, 4, devices=DEVICE, timeout=120):
-            assert queued
+            assert queued, "the host waited"
             assert torch.equal(result, coded((8,)).repeat(2) * 2)
