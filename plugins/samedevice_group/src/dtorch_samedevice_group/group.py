@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import BackendContext
+from dtorch_core import BackendContext, TensorStore, UnsupportedOperationError
 from dtorch_core._extras import Place
+from dtorch_core._selector import spec_of
 from dtorch_core._shapes import describe, describe_all
 from dtorch_core.checks import check_tensor, check_written
 from dtorch_core.joint import Offer, Ticket
@@ -76,6 +77,22 @@ def open_process_group(ctx: BackendContext) -> dist.ProcessGroup:
     return SameDeviceProcessGroup(ctx)
 
 
+def _writable_store(ctx: BackendContext) -> TensorStore:
+    """The store under the group. Results are written in place, into what the other ranks publish.
+
+    :raises UnsupportedOperationError: if the store that the core chose does not declare that; on every rank.
+    """
+    store = ctx.open_store("tensors")
+    if "zero_copy" not in spec_of(store.selection).capabilities:
+        store.close()
+        raise UnsupportedOperationError(
+            f"group {ctx.name!r}, rank {ctx.rank}: samedevice writes results in place, and store backend "
+            f"{store.backend!r} (decided by {store.selection.asked_by}) does not declare 'zero_copy'; use another store"
+        )
+
+    return store
+
+
 class SameDeviceProcessGroup(dist.ProcessGroup):
     """c10d's collectives as joint work on a TensorStore."""
 
@@ -84,7 +101,7 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
         self._rank, self._size, self._name, self._device = ctx.rank, ctx.world_size, ctx.name, ctx.device
         self._group_name, self._group_desc = ctx.name, ""
         self._timeout = ctx.timeout
-        self._store = ctx.open_store("tensors")
+        self._store = _writable_store(ctx)
         self._engine = Engine(self._store, ctx.name)
 
     # Who we are
