@@ -67,8 +67,6 @@ class Meeting:
         with self._reaching():
             self._number, self.store = self._join()
             """The store under this opening's own prefix: an opening never sees the keys of another one."""
-            # A client of a TCPStore serves one call at a time: all others would wait until this rank's wait is over.
-            self._line = own_line(self.store)
             if parent is not None and not parent._over:
                 parent._adopt(path, self._number)
 
@@ -83,12 +81,11 @@ class Meeting:
         with self._lock:  # an abort comes before, or finds nothing to end
             self._over = True
 
-        self._line = self.store
         try:
             if error is None:
                 self._clean()
             else:
-                self._end_all(AbortedError, f"rank {self._rank} failed: {describe_error(error)}")
+                self._end_all(self._root, AbortedError, f"rank {self._rank} failed: {describe_error(error)}")
         except RuntimeError:
             pass  # the rendezvous is gone: nobody is left to tell
 
@@ -96,17 +93,16 @@ class Meeting:
         """Give every rank this rank's payload; return all of them in rank order.
 
         :raises StoreTimeoutError: if a rank has not come in time; the message names it.
+        :raises ProtocolError: if the ranks do not say the same world size.
         :raises AbortedError: if another rank failed, or this rank's run was ended.
         :raises PeerLostError: if the rendezvous is gone.
         """
         with self._reaching():
-            self.store.set(f"{step}/{self._rank}", json.dumps(payload))
-            if self.store.add(f"{step}/arrived", 1) == self._world_size:
-                self._end(step, OK)
-
+            self.store.set(f"{step}/{self._rank}", json.dumps([self._world_size, payload]))
+            self._arrive(step)
             verdict = self._await(step)
             if verdict == OK:
-                return [json.loads(self.store.get(f"{step}/{rank}")) for rank in range(self._world_size)]
+                return self._read(step)
 
         if self._reason is not None:
             raise AbortedError(f"{self._label}: {self._reason}")
@@ -122,7 +118,8 @@ class Meeting:
                 return
 
             try:
-                self._end_all(AbortedError, reason)
+                # On another line than the one this rank waits on, which serves one call at a time.
+                self._end_all(own_line(self._root), AbortedError, reason)
             except RuntimeError:
                 pass  # the rendezvous is gone, which ends every wait as well
 
@@ -144,13 +141,33 @@ class Meeting:
 
             number += 1
 
-        size = store.compare_set("world_size", "", str(self._world_size)).decode()
-        if size != str(self._world_size):
-            text = f"rank {self._rank} says that there are {self._world_size} ranks, others say {size}"
-            _end(self._root, number, "members", f"{ProtocolError.__name__}: {text}")
-            raise ProtocolError(f"{self._label}: {text}")
-
+        # The first one's word counts, until all of them are heard.
+        self._size = int(store.compare_set("world_size", "", str(self._world_size)))
         return number, store
+
+    def _arrive(self, step: str) -> None:
+        """Count this rank; the last one ends the step."""
+        arrived = self.store.add(f"{step}/arrived", 1)
+        if self._world_size == self._size:
+            if arrived == self._size:
+                self._end(step, OK)
+        elif arrived >= min(self._world_size, self._size):
+            self._end(step, f"{ProtocolError.__name__}: {self._sizes(step)}")
+
+    def _read(self, step: str) -> list[dict[str, Any]]:
+        found = [json.loads(self.store.get(f"{step}/{rank}")) for rank in range(self._size)]
+        if any(size != self._world_size for size, _ in found):
+            raise ProtocolError(f"{self._label}: {self._sizes(step)}")
+
+        return [payload for _, payload in found]
+
+    def _sizes(self, step: str) -> str:
+        said = [
+            f"rank {rank} says {json.loads(self.store.get(f'{step}/{rank}'))[0]}"
+            for rank in range(max(self._world_size, self._size))
+            if self.store.check([f"{step}/{rank}"])
+        ]
+        return f"the ranks do not say the same world_size: {', '.join(said)}"
 
     def _adopt(self, path: str, number: int) -> None:
         """Remember a nested opening, so that it is given up with this one."""
@@ -159,8 +176,8 @@ class Meeting:
         if self.store.check(["failed"]):  # perhaps before that was set: then nobody else ends the nested one
             _end_all(_root(path, self.store), number, self.store.get("failed").decode())
 
-    def _end_all(self, error: type[DtorchError], text: str) -> None:
-        _end_all(self._root, self._number, f"{error.__name__}: {text}")
+    def _end_all(self, root: dist.Store, error: type[DtorchError], text: str) -> None:
+        _end_all(root, self._number, f"{error.__name__}: {text}")
 
     def _end(self, step: str, verdict: str) -> str:
         return _end(self._root, self._number, step, verdict)
@@ -169,7 +186,7 @@ class Meeting:
         key = f"{step}/verdict"
         left = max(self._deadline - time.monotonic(), 0.001)
         try:
-            self._line.wait([key], timedelta(seconds=left))
+            self.store.wait([key], timedelta(seconds=left))
         except RuntimeError as error:  # a DistError, except for a FileStore's timeout
             if time.monotonic() < self._deadline - 0.05:
                 raise self._lost(error) from error

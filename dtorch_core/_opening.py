@@ -13,6 +13,7 @@ from urllib.parse import quote
 import torch.distributed as dist
 
 from dtorch_core import _member, _scope
+from dtorch_core._authority import asked_for
 from dtorch_core._context import BackendContext
 from dtorch_core._discovery import guarded
 from dtorch_core._meeting import Meeting
@@ -46,12 +47,12 @@ class Request:
     kind: Kind
     name: str
     wrap: Wrap
-    rank: int
+    member: Member
+    """Where this rank is."""
     world_size: int
-    device: str | torch.device | None
     backend: str | None
     timeout: float
-    label: str = ""
+    label: str
     """How messages call it."""
 
 
@@ -71,27 +72,28 @@ def open_backend(
 
     Raises on every rank if it raises on one.
     """
-    request = Request(kind, name, wrap, rank, world_size, device, backend, timeout)
-    _check(request)
+    _check(kind, name, rank, world_size, timeout)
+    # What is wrong with this rank alone is found before it meets anybody: for the others it has not come.
+    member = _member.describe(rank, _member.normal_device(device))
+    asked_for(kind, backend)
     started = time.monotonic()
     carrier, place = connect(rendezvous, rank, world_size, timeout)
     label = f"open_{kind}({name!r}) at {place}"
     meeting = Meeting(carrier, label, _path(kind, name), rank, world_size, timeout, started)
-    return _open(replace(request, label=label), meeting)
+    return _open(Request(kind, name, wrap, member, world_size, backend, timeout, label), meeting)
 
 
 def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever ``wrap`` gives
     # What raises in here on one rank ends the meeting's steps on all of them.
     with meeting:
-        device = _member.normal_device(request.device)
-        topology = _meet(request, meeting, device)
+        topology = _meet(request, meeting)
         selection = _agree(request, meeting, topology)
         context = BackendContext(
             kind=request.kind,
             name=request.name,
-            rank=request.rank,
+            rank=request.member.rank,
             world_size=request.world_size,
-            device=device,
+            device=request.member.device,
             topology=topology,
             rendezvous=dist.PrefixStore("backend", own_line(meeting.store)),
             timeout=request.timeout,
@@ -122,7 +124,7 @@ def _open_nested(outer: Request, meeting: Meeting, name: str) -> TensorStore:
         own_line(meeting.store),
         label,
         _path("store", name),
-        outer.rank,
+        outer.member.rank,
         outer.world_size,
         outer.timeout,
         time.monotonic(),
@@ -136,14 +138,14 @@ def _open_nested(outer: Request, meeting: Meeting, name: str) -> TensorStore:
 def load_factory(spec: BackendSpec) -> Callable[[BackendContext], Any]:
     """Import the chosen backend's factory.
 
-    :raises PluginError: if it can't be imported or is not callable.
+    :raises PluginError: if it can't be imported, whatever the reason, or is not callable.
     """
     module, _, attribute = spec.factory.partition(":")
     try:
         factory = importlib.import_module(module)
         for part in attribute.split("."):
             factory = getattr(factory, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise PluginError(
             f"backend {spec.name!r}: its factory {spec.factory} can't be imported: {describe_error(error)}"
         ) from error
@@ -158,10 +160,9 @@ def _path(kind: Kind, name: str) -> str:
     return f"{kind}/{quote(name, safe='')}"  # a slash in a name must not lead to another name's keys
 
 
-def _check(request: Request) -> None:
-    rank, world_size, timeout = request.rank, request.world_size, request.timeout
-    call = f"open_{request.kind}({request.name!r})"
-    if not isinstance(request.name, str) or not request.name:
+def _check(kind: Kind, name: str, rank: int, world_size: int, timeout: float) -> None:
+    call = f"open_{kind}({name!r})"
+    if not isinstance(name, str) or not name:
         raise ValueError(f"{call}: name must be a non-empty string")
 
     for field, value in (("rank", rank), ("world_size", world_size)):
@@ -175,8 +176,8 @@ def _check(request: Request) -> None:
         raise ValueError(f"{call}: timeout must be a positive number of seconds, not {timeout!r}")
 
 
-def _meet(request: Request, meeting: Meeting, device: str) -> Topology:
-    described = meeting.exchange("members", _member.describe(request.rank, device).to_dict())
+def _meet(request: Request, meeting: Meeting) -> Topology:
+    described = meeting.exchange("members", request.member.to_dict())
     try:
         return Topology(Member.from_dict(fields) for fields in described)
     except (TypeError, ValueError) as error:
