@@ -182,6 +182,14 @@ class TensorFuture(Future[Tensor | None]):
         """Not for consumers. :raises ProtocolError: always."""
         raise ProtocolError(f"{self.label}: no executor runs its future; cancel() works until it has ended")
 
+    def _get_snapshot(self) -> tuple[bool, bool, Tensor | None, BaseException | None]:
+        """Done, cancelled, result, error: ``asyncio.wrap_future`` of Python 3.14 asks for these instead of result()."""
+        if not self.done() or self.cancelled():
+            return self.done(), self.cancelled(), None, None
+
+        error = super().exception(0)
+        return True, False, self.result(0) if error is None else None, error
+
     def _end(self, outcome: Outcome) -> bool:
         with suppress(InvalidStateError):
             if outcome.error is None:

@@ -324,6 +324,20 @@ class TestFuture:
         with pytest.raises(BrokenPromiseError):
             other.result(PATIENCE)
 
+    def test_snapshot_is_what_result_gives(self) -> None:
+        """asyncio reads it from Python 3.14 on."""
+        promise, future = pair()
+        assert future._get_snapshot() == (False, False, None, None)
+        promise.set_result(torch.arange(3))
+        done, cancelled, result, error = future._get_snapshot()
+        assert (done, cancelled, result.tolist(), error) == (True, False, [0, 1, 2], None)
+        promise, future = pair()
+        future.cancel()
+        assert future._get_snapshot() == (True, True, None, None)
+        promise, future = pair()
+        promise.set_exception(error := ValueError())
+        assert future._get_snapshot() == (True, False, None, error)
+
     def test_repr_says_how_it_stands(self) -> None:
         promise, future = pair()
         assert repr(future) == f"<TensorFuture of {future.label}: pending>"
