@@ -46,7 +46,7 @@ def test_value_is_not_copied_and_stays_on_its_device() -> None:
 
 
 def test_set_and_result_take_no_host_time(slow_cycles: int) -> None:
-    """Worker and client each take milliseconds behind a slow kernel; the value is right."""
+    """Worker and client go on at once behind a slow kernel; the value is right."""
     promise, future = pair()
     tensor = torch.full((1 << 20,), -1.0, device="cuda:0")
     wanted = torch.arange(1 << 20, dtype=torch.float32, device="cuda:0")
@@ -66,7 +66,7 @@ def test_set_and_result_take_no_host_time(slow_cycles: int) -> None:
         copy = got.clone()
 
     assert not worker.query(), "the kernel was too short to show anything"
-    assert set_took < 0.02 and result_took < 0.02, (set_took, result_took)
+    assert set_took < SLOW / 4 and result_took < SLOW / 4, (set_took, result_took)
     client.synchronize()
     assert torch.equal(copy, wanted)
 
