@@ -95,19 +95,21 @@ class Work(Generic[T]):
         devices = [self._device] if self._device.type == "cuda" else None
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
 
-        def fulfil(_: object = None) -> None:
+        def follow(started: Future[Started[T]]) -> None:
             try:
-                result = self.result()
+                work, finish = started.result()
             except Exception as error:
                 future.set_exception(error)
-            else:
-                future.set_result(result)
+                return
 
-        def follow(started: Future[Started[T]]) -> None:
-            if started.exception() is None:
-                started.result()[0].get_future().add_done_callback(fulfil)
-            else:
-                fulfil()
+            def fulfil(done: torch.futures.Future[Any]) -> None:
+                try:
+                    done.value()  # raises what the work raised; waiting for the work could be waiting for this callback
+                    future.set_result(finish())
+                except Exception as error:
+                    future.set_exception(error)
+
+            work.get_future().add_done_callback(fulfil)
 
         self._started.add_done_callback(follow)
         return future
