@@ -4,9 +4,10 @@
     make demo DEVICE=cuda       on a GPU
 
 The ranks are threads of this process. Each holds 3 of the 12 heads, a quarter of every feed-forward and a quarter of
-the vocabulary; ``minilm/weights.py`` is the table. What a half block computes on one rank is one term of a sum, and
-``all_reduce`` adds the four; ``minilm/model.py`` is the model, ``minilm/ranks.py`` what each rank does. The client,
-below, hands over each batch with a promise, and the next batch before it reads the future of this one.
+the vocabulary; ``minilm/weights.py`` is the table. ``redistribute`` gives every rank the words of all. What a half
+block computes on one rank is one term of a sum, and ``all_reduce`` adds the four, in place. ``minilm/model.py`` is the
+model, ``minilm/ranks.py`` what each rank does. The client, below, hands over each batch with a promise, and the next
+batch before it reads the future of this one.
 
 Ends with exit code 1 if the embeddings differ by 1e-5 or more from those of the same model on one rank.
 """

@@ -74,6 +74,7 @@ class TestMiniLM:
         for kind in ("store", "group", "promise"):
             assert re.search(rf"^{kind} for .*: \w+ \(decided by score\)$", done.stdout, re.MULTILINE), done.stdout
 
+        assert "[Partial(sum)] to [Replicate] on the mesh [0, 1, 2, 3]: 1 communication step\n" in done.stdout
         assert "48 of 48 sentences have a neighbour of their own topic" in done.stdout
         assert re.search(r"largest difference +\d\.\de-\d+ ", done.stdout)
         assert re.search(r"time per batch +\d+ ms on 4 ranks", done.stdout)

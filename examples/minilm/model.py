@@ -1,7 +1,7 @@
 """The embedding model all-MiniLM-L6-v2: a BERT encoder of 6 layers and 12 heads, then the mean of its tokens.
 
 One and the same code runs on one rank with whole weights and on many ranks with a part of each: every rank has some
-of the heads, and some of the feed-forward's inner values. ``sum_over_ranks`` is all that differs.
+of the heads, and some of the feed-forward's inner values. ``sum_over_ranks`` and ``replicate`` are all that differs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class MiniLM:
     :param weights: by their names in the checkpoint; whole, or this rank's part.
     :param first_token: the token that row 0 of this rank's word embeddings stands for.
     :param sum_over_ranks: the sum of a tensor over all ranks; on a single rank that is the tensor itself.
+    :param replicate: the same, in memory of its own: a Partial becomes a Replicate.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class MiniLM:
         weights: Mapping[str, Tensor],
         first_token: int = 0,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda term: term,
+        replicate: Callable[[Tensor], Tensor] = lambda term: term,
     ) -> None:
         self._weights = weights
         self._first_token = first_token
         self._sum = sum_over_ranks
+        self._replicate = replicate
         self._layers = len({name.split(".")[2] for name in weights if name.startswith("encoder.layer.")})
 
     def __call__(self, batch: Tensor) -> Tensor:
@@ -52,7 +55,7 @@ class MiniLM:
         words = self._weights["embeddings.word_embeddings.weight"]
         rows = ids - self._first_token
         ours = (rows >= 0) & (rows < len(words))  # another rank has the other tokens; here they count as zero
-        word = self._sum(words[rows.clamp(0, len(words) - 1)] * ours.unsqueeze(-1))
+        word = self._replicate(words[rows.clamp(0, len(words) - 1)].mul_(ours.unsqueeze(-1)))
         position = self._weights["embeddings.position_embeddings.weight"][: ids.shape[1]]
         kind = self._weights["embeddings.token_type_embeddings.weight"][0]
         return self._norm("embeddings", word + position + kind)

@@ -8,8 +8,9 @@ from queue import SimpleQueue
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate
 
-from dtorch_core import GetTensorOp, RankContext, TensorPromise
+from dtorch_core import GetTensorOp, RankContext, TensorPromise, plan_redistribution, redistribute
 from minilm.model import MiniLM
 from minilm.weights import first_token, read_weights, scatter_weights
 
@@ -36,7 +37,7 @@ class Traffic:
     """Its part of the weights, once."""
     tokens: int = 0
     sums: int = 0
-    """The terms that it gave to ``all_reduce``."""
+    """The terms that it gave to be added."""
 
 
 def serve(ctx: RankContext, model_path: Path, requests: SimpleQueue[Request | None]) -> Traffic:
@@ -45,7 +46,8 @@ def serve(ctx: RankContext, model_path: Path, requests: SimpleQueue[Request | No
     group = ctx.open_group("tensor parallel")
     assert group is not None, "every rank is in this group"
     if ctx.rank == 0:
-        print(f"{store.selection}\n\n{group.selection}\n", flush=True)
+        plan = plan_redistribution(range(ctx.world_size), [Partial()], [Replicate()])
+        print(f"{store.selection}\n\n{group.selection}\n\n{plan}\n", flush=True)
 
     weights = scatter_weights(read_weights(model_path) if ctx.rank == 0 else None, store)
     traffic = Traffic(weights=sum(part.nbytes for part in weights.values()))
@@ -55,7 +57,11 @@ def serve(ctx: RankContext, model_path: Path, requests: SimpleQueue[Request | No
         total: Tensor = group.all_reduce(term, out=term)  # in place: a term alone is of no further use
         return total
 
-    model = MiniLM(weights, first_token(ctx.rank, ctx.world_size), sum_over_ranks)
+    def replicate(term: Tensor) -> Tensor:
+        traffic.sums += term.nbytes
+        return redistribute(term, group, Partial(), Replicate())  # what the plan says
+
+    model = MiniLM(weights, first_token(ctx.rank, ctx.world_size), sum_over_ranks, replicate)
     while True:
         request = requests.get(timeout=PATIENCE) if ctx.rank == 0 else None
         if ctx.rank == 0:
