@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -73,3 +74,14 @@ def current() -> Scope | None:
 def enter(scope: Scope | None) -> None:
     """Make this thread a rank's own, or nobody's."""
     _local.scope = scope
+
+
+@contextmanager
+def within(scope: Scope | None) -> Iterator[None]:
+    """What is opened in here, in whatever thread of the rank, is the scope's."""
+    before = current()
+    enter(scope)
+    try:
+        yield
+    finally:
+        enter(before)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import _c10d, _p2p
+from dtorch_core import _c10d, _p2p, _scope
 from dtorch_core._context import BackendContext
 from dtorch_core._extras import extras
 from dtorch_core._group_calls import GroupCalls, Prepared
@@ -54,6 +54,7 @@ class ThreadGroup(GroupCalls):
     def __init__(self, process_group: dist.ProcessGroup, ctx: BackendContext) -> None:
         super().__init__(process_group, ctx)
         self._rendezvous = ctx.rendezvous
+        self._scope = _scope.current()
         self._splits = itertools.count()
         self._closed = False
 
@@ -384,15 +385,16 @@ class ThreadGroup(GroupCalls):
         if self.rank not in members:
             return None
 
-        return open_group(
-            f"{self.name}/{number}{members}",
-            rank=members.index(self.rank),
-            world_size=len(members),
-            device=self.device,
-            rendezvous=dist.PrefixStore("split/", self._rendezvous),
-            backend=self.backend if self.selection.asked_by == "argument" else None,
-            timeout=self.timeout,
-        )
+        with _scope.within(self._scope):  # whichever thread of the rank asked
+            return open_group(
+                f"{self.name}/{number}{members}",
+                rank=members.index(self.rank),
+                world_size=len(members),
+                device=self.device,
+                rendezvous=dist.PrefixStore("split/", self._rendezvous),
+                backend=self.backend if self.selection.asked_by == "argument" else None,
+                timeout=self.timeout,
+            )
 
     def abort(self, reason: str = "", *, died: bool = False) -> None:
         """Wake every rank from every call of this group, now and later, with :class:`AbortedError`.

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
+from dtorch_core import _scope
 from dtorch_core._text import rank_list
 from dtorch_core.errors import AbortedError
 from dtorch_core.group import ThreadGroup, open_group
+from dtorch_core.joint import copy_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +47,7 @@ class ThreadGroupManager:
             "backend": backend,
             "timeout": timeout,
         }
+        self._scope = _scope.current()
         self._lock = threading.Lock()
         self._groups: dict[tuple[int, ...], Future[ThreadGroup]] = {}
         self._closed = False
@@ -61,19 +64,16 @@ class ThreadGroupManager:
                 raise AbortedError(f"{self!r} is closed; make a new one")
 
             future = self._groups.get(members)
-            mine = future is None
+            first = future is None
             if future is None:
                 future = self._groups[members] = Future()
 
-        if mine:
-            try:
-                future.set_result(self._open(members))
-            except BaseException as error:
-                # Not kept: the next caller tries again.
-                with self._lock:
-                    self._groups.pop(members, None)
+        if first:
+            self._fulfil(future, members)
 
-                future.set_exception(error)
+        error = future.exception()
+        if error is not None:
+            raise error if first else copy_of(error)
 
         return future.result()
 
@@ -97,21 +97,28 @@ class ThreadGroupManager:
         return self.get(line)
 
     def close(self) -> None:
-        """Close every group, in an order that is the same on every rank. May be repeated."""
-        with self._lock:
-            self._closed = True
-            groups = sorted(self._groups.items())
-            self._groups = {}
+        """Close every group, in an order that is the same on every rank. May be repeated.
 
-        for _, future in groups:
-            if future.exception() is None:
-                future.result().close()
+        A group that is still being opened is closed once it is open, and whoever asked for it gets an AbortedError.
+        """
+        for group in self._leave():
+            group.close()
+
+    def abort(self, reason: str = "", *, died: bool = False) -> None:
+        """Abort every group, as :meth:`ThreadGroup.abort`, and make no new one."""
+        for group in self._leave():
+            group.abort(reason, died=died)
+            group.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            # No goodbye: whoever raises out of the block leaves its peers in the middle.
+            self.abort(f"rank {self.rank} failed: {type(error).__name__}: {error}", died=True)
 
     def __repr__(self) -> str:
         return f"<ThreadGroupManager {self.name!r} rank {self.rank} of {self.world_size}>"
@@ -123,10 +130,41 @@ class ThreadGroupManager:
         if self.rank not in members:
             raise ValueError(f"{self!r}: this rank is not one of {rank_list(members)}")
 
+    def _leave(self) -> list[ThreadGroup]:
+        with self._lock:
+            self._closed = True
+            groups = sorted(self._groups.items())
+            self._groups = {}
+
+        done = [future for _, future in groups if future.done()]
+        return [future.result() for future in done if future.exception() is None]
+
+    def _fulfil(self, future: Future[ThreadGroup], members: tuple[int, ...]) -> None:
+        try:
+            group = self._open(members)
+        except BaseException as error:
+            # Not kept: the next caller tries again.
+            with self._lock:
+                if self._groups.get(members) is future:
+                    del self._groups[members]
+
+            future.set_exception(error)
+            return
+
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                future.set_result(group)
+
+        if closed:
+            group.close()
+            future.set_exception(AbortedError(f"{self!r} was closed while its group {list(members)} was being opened"))
+
     def _open(self, members: tuple[int, ...]) -> ThreadGroup:
-        return open_group(
-            f"{self.name}/{list(members)}",
-            rank=members.index(self.rank),
-            world_size=len(members),
-            **self._options,
-        )
+        with _scope.within(self._scope):  # whichever thread of the rank asked first
+            return open_group(
+                f"{self.name}/{list(members)}",
+                rank=members.index(self.rank),
+                world_size=len(members),
+                **self._options,
+            )

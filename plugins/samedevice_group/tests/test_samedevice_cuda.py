@@ -1,0 +1,185 @@
+"""The samedevice group on a GPU: its c10d surface is ordered with the ranks' streams, and the host waits for none."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtorch_core import CollectiveMismatchError, UnsupportedTensorError
+from dtorch_core.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+LIMIT = 30.0
+LONG = 400_000_000
+"""Clock cycles: about 200 ms."""
+
+GPU = "cuda:0"
+
+
+def on_ranks(body, world_size=2):
+    """``body(process_group, group)`` on every rank, with a stream of the rank's own as the current one."""
+
+    def rank(ctx):
+        with ctx.open_group("own", backend="samedevice", timeout=LIMIT) as group:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                result = body(group.process_group, group)
+                torch.cuda.current_stream().synchronize()
+                return result
+
+    return run_ranks(rank, world_size, 2 * LIMIT, devices=GPU)
+
+
+def part(rank, *shape, dtype=torch.float32):
+    """Values that differ by position and rank."""
+    return torch.arange(torch.Size(shape).numel(), device=GPU).add(1000 * (rank + 1)).to(dtype).reshape(shape)
+
+
+def warm(pg, *sizes):
+    """Load the kernels and allocate the memory: either may wait for the device."""
+    for size in sizes:
+        x, n = part(pg.rank(), size), pg.size()
+        pg.allreduce([x.clone()]).wait()
+        pg.allgather([[torch.zeros_like(x) for _ in range(n)]], [x]).wait()
+        x.clone().fill_(-1)
+
+    torch.cuda._sleep(1)
+    torch.cuda.current_stream().synchronize()
+    pg.barrier().wait()
+
+
+def busy():
+    event = torch.cuda.Event()
+    event.record()
+    return not event.query()
+
+
+class TestOrder:
+    @pytest.mark.parametrize("late", [0, 1, 2])
+    def test_in_place_reduction_behind_a_slow_kernel(self, late):
+        def body(pg, group):
+            warm(pg, 1000)
+            x = torch.zeros(1000, device=GPU)
+            if pg.rank() == late:
+                torch.cuda._sleep(LONG)
+
+            x.copy_(part(pg.rank(), 1000))
+            work = pg.allreduce([x])
+            assert work.wait(timedelta(seconds=LIMIT))
+            assert busy(), "the host waited"
+            copy = x.clone()
+            x.fill_(-1)
+            assert work.is_completed()
+            torch.cuda.current_stream().synchronize()
+            assert torch.equal(copy, sum(part(r, 1000) for r in range(3)))
+
+        on_ranks(body, 3)
+
+    def test_call_returns_while_its_stream_is_busy(self):
+        def body(pg, group):
+            warm(pg, 1000)
+            begun = time.monotonic()
+            torch.cuda._sleep(LONG)
+            works = [pg.allreduce([part(pg.rank(), 1000)]) for _ in range(20)]
+            for work in works:
+                work.wait()
+
+            assert time.monotonic() - begun < 0.15, "the host waited"
+
+        on_ranks(body)
+
+    def test_ranks_that_take_turns_at_being_late(self):
+        def body(pg, group):
+            x = torch.zeros(1000, dtype=torch.int64, device=GPU)
+            warm(pg, 1000)
+            for turn in range(30):
+                torch.cuda._sleep(3_000_000 if turn % 3 == pg.rank() else 10)
+                x.copy_(part(pg.rank(), 1000, dtype=torch.int64) + turn)
+                pg.allreduce([x]).wait()
+                pg.broadcast([x], turn % 3).wait()
+                x.mul_(2)
+                pg.allreduce([x]).wait()
+                wanted = 6 * (sum(part(r, 1000, dtype=torch.int64) for r in range(3)) + 3 * turn)
+                assert torch.equal(x, wanted)
+
+        on_ranks(body, 3)
+
+    def test_future_records_the_stream_of_its_callback(self):
+        def body(pg, group):
+            warm(pg, 1000)
+            x = torch.zeros(1000, device=GPU)
+            torch.cuda._sleep(LONG)
+            x.copy_(part(pg.rank(), 1000))
+            future = pg.allreduce([x]).get_future().then(lambda done: done.value()[0] * 2)
+            with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+                assert torch.equal(future.wait(), 2 * (part(0, 1000) + part(1, 1000)))
+
+        on_ranks(body)
+
+
+class TestValues:
+    @pytest.mark.parametrize("world_size", [2, 4])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+    def test_large_reduction_is_bitwise_equal_on_every_rank(self, world_size, dtype):
+        size = (1 << 24) + 3
+
+        def body(pg, group):
+            generator = torch.Generator(GPU).manual_seed(pg.rank())
+            x = torch.randint(-1000, 1000, (size,), device=GPU, generator=generator).div(7).to(dtype)
+            pg.allreduce([x]).wait()
+            return x
+
+        first, *others = on_ranks(body, world_size)
+        wide = torch.float32 if dtype.is_floating_point else torch.int64
+        wanted = torch.zeros(size, device=GPU, dtype=wide)
+        for rank in range(world_size):
+            generator = torch.Generator(GPU).manual_seed(rank)
+            wanted += torch.randint(-1000, 1000, (size,), device=GPU, generator=generator).div(7).to(dtype)
+
+        assert torch.equal(first, wanted.to(dtype))
+        assert all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in others)
+
+    def test_cpu_tensors_travel_too(self):
+        """As those of torch's object collectives do."""
+
+        def body(pg, group):
+            x = torch.arange(5.0) + pg.rank()
+            pg.allreduce([x]).wait()
+            assert torch.equal(x, 2 * torch.arange(5.0) + 1)
+            assert torch.equal(group.all_gather(torch.arange(3) + pg.rank()), torch.tensor([0, 1, 2, 1, 2, 3]))
+            out = [None, None]
+            dist.all_gather_object(out, {"rank": pg.rank()}, group=pg)
+            assert out == [{"rank": 0}, {"rank": 1}]
+
+        on_ranks(body)
+
+    def test_devices_that_differ_are_no_wrong_values(self):
+        def body(pg, group):
+            x = part(pg.rank(), 3) if pg.rank() else part(pg.rank(), 3).cpu()
+            with pytest.raises(CollectiveMismatchError, match=r"rank 1: all_reduce\(float32\[3\], sum\) on cuda:0"):
+                pg.allreduce([x]).wait()
+
+            with pytest.raises(UnsupportedTensorError, match="cpu, cuda:0"):
+                pg.allreduce([part(0, 3), part(0, 3).cpu()])
+
+            pg.barrier().wait()
+
+        on_ranks(body)
+
+    def test_memory_of_the_work_is_let_go(self):
+        def body(pg, group):
+            for _ in range(5):
+                x = part(pg.rank(), 1 << 20)
+                pg.allreduce([x]).wait()
+
+        on_ranks(body)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        on_ranks(body)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
