@@ -113,6 +113,27 @@ class TestManager:
 
         spawn(run, 4, timeout=30)
 
+    def test_threads_that_ask_at_once_get_one_group(self):
+        def run(ctx):
+            manager, begin, groups = ctx.open_manager(timeout=20), threading.Barrier(4), []
+
+            def ask():
+                begin.wait(20)
+                groups.append(manager.groups_for([[0, 1]], 1))
+
+            threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+
+            for thread in threads:
+                thread.join(30)
+
+            assert len(groups) == 4
+            assert len(set(groups)) == 1
+            return redistribute(coded((2,)), groups[0], Partial(), Replicate()).tolist()
+
+        assert spawn(run, 2, timeout=60) == [[0, 2]] * 2
+
     def test_several_threads_of_each_rank_at_once(self):
         layouts = [([Partial(), Replicate()], 0), ([Replicate(), Partial()], 1), ([Partial(), Partial()], 2)]
 

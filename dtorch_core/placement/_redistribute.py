@@ -75,7 +75,8 @@ def redistribute_mesh(
 
     It takes the fewest communications, and of those the ones that move least: :func:`plan_redistribution` shows them.
     The table of :func:`redistribute` holds for each mesh dimension. Several mesh dimensions may change in one step,
-    which then runs over the ranks that differ in any of them; these groups come from ``manager``.
+    which then runs over the ranks that differ in any of them; these groups come from ``manager``. As with any calls on
+    shared groups, threads of a rank have to call in one order on all ranks.
 
     Several mesh dimensions on one tensor dimension cut it in turn, the first one into the longest parts. A mesh
     dimension that goes on cutting it as before, inside of the same cuts, keeps the sizes that the source has.
