@@ -127,6 +127,12 @@ class Site:
         else:
             self._patch.setenv(name, value)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """For other Python processes that are to see this site."""
+        path = filter(None, [str(self.folder), os.environ.get("PYTHONPATH")])
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
     def loaded(self, module: str) -> object:
         """An imported module of this site."""
         return sys.modules[module]

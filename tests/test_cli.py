@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -44,12 +43,12 @@ def dtorch(site, capsys, monkeypatch):
     return run
 
 
-def fresh(site, code, *arguments, **env):
+def fresh(site, code, *arguments):
     """Run ``code`` and then the command in a Python of its own that sees the site."""
     program = f"{code}\nimport sys\nfrom dtorch_core.cli import main\nsys.exit(main({list(arguments)!r}))"
     return subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(site.folder), **env},
+        env=site.environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -105,7 +104,7 @@ class TestMain:
 
         command = f"{sys.executable} -m dtorch_core plugins | head -1"
         done = subprocess.run(
-            command, shell=True, env={**os.environ, "PYTHONPATH": str(site.folder)}, capture_output=True, text=True
+            command, shell=True, env=site.environment, capture_output=True, text=True
         )
         assert len(done.stdout.splitlines()) == 1
         assert done.stderr == ""

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -196,8 +197,8 @@ class TestInProcess:
     def test_two_callers_of_one_rank(self, fake):
         """The second one is told; the opening goes on without it."""
         first = Ranks([lambda: open_store("x", rank=0, world_size=2, timeout=LONG)])
-        number = f"dtorch/store/x/{rendezvous._in_process.add('dtorch/store/x/openings', 0)}/here/0"
-        rendezvous._in_process.wait([number])
+        number = rendezvous._in_process.add("dtorch/store/x/openings", 0)
+        rendezvous._in_process.wait([f"dtorch/store/x/{number}/here/0"], timedelta(seconds=LONG))
         (twice,) = Ranks([lambda: open_store("x", rank=0, world_size=2, timeout=LONG)]).join()
         assert "two callers say that they are rank 0" in raised([twice], ProtocolError)[0]
         (peer,) = Ranks([lambda: open_store("x", rank=1, world_size=2, timeout=LONG)]).join()
@@ -212,7 +213,8 @@ class TestInProcess:
             ranks.append(Ranks([lambda r=rank, n=size: open_store("x", rank=r, world_size=n, timeout=LONG)]))
             number = rendezvous._in_process.add("dtorch/store/x/openings", 0)
             if rank != order[-1]:
-                rendezvous._in_process.wait([f"dtorch/store/x/{number}/members/{rank}"])
+                key = f"dtorch/store/x/{number}/members/{rank}"
+                rendezvous._in_process.wait([key], timedelta(seconds=LONG))
 
         for (text,) in [raised(one.join(), ProtocolError) for one in ranks]:
             assert "do not say the same world_size: rank 0 says 3, rank 1 says 3, rank 2 says 4" in text
@@ -449,8 +451,8 @@ class TestProcesses:
 
     def start(self, site, rank, size, url):
         command = [sys.executable, "-c", textwrap.dedent(self.SCRIPT), str(rank), str(size), url]
-        env = {**os.environ, "PYTHONPATH": str(site.folder)}
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=site.environment, stdout=pipe, stderr=pipe, text=True)
 
     @pytest.mark.parametrize("scheme", ["tcp", "file"])
     def test_meet(self, fake, site, tmp_path, scheme):
@@ -470,8 +472,9 @@ class TestProcesses:
         server = self.start(site, 0, 3, url)
         try:
             ranks = Ranks([lambda: open_store("x", rank=1, world_size=3, timeout=LONG, rendezvous=url)])
-            watch = dist.TCPStore("127.0.0.1", int(url.rpartition(":")[2]), None, False, wait_for_workers=False)
-            watch.wait(["dtorch/store/x/0/members/0", "dtorch/store/x/0/members/1"])
+            port, limit = int(url.rpartition(":")[2]), timedelta(seconds=LONG)
+            watch = dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
+            watch.wait(["dtorch/store/x/0/members/0", "dtorch/store/x/0/members/1"], limit)
         finally:
             server.kill()
             server.wait(10)
