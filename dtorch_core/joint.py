@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dtorch_core import errors, streams
 from dtorch_core._text import rank_list, seconds
-from dtorch_core.errors import AbortedError, DtorchError, StoreTimeoutError
+from dtorch_core.errors import AbortedError, DtorchError, PeerLostError, StoreTimeoutError
 
 if TYPE_CHECKING:
     from dtorch_core.store import TensorStore
@@ -103,7 +103,7 @@ class FourSteps:
         if stream is None and tensors and tensors[0].is_cuda:
             stream = torch.cuda.current_stream(tensors[0].device)  # this thread's, not the helper's
 
-        reason = self._who_gave_up(store)
+        reason = self._who_gave_up(store) if store.rank == 0 else self._retired
         if reason is not None:
             if store.rank == 0 and store.world_size > 1:
                 _say(store, f"joint/{key}/end", _end(reason, retired=True), store.world_size - 1)  # they wait for it
@@ -136,8 +136,8 @@ class FourSteps:
             first, self._retired = self._retired is None, self._retired or reason
             pending = list(self._pending)
 
-        if first and store.rank != 0:
-            _say(store, f"joint/retired/{store.rank}", {"reason": reason}, 1)
+        if first and store.world_size > 1:
+            _say(store, f"joint/retired/{store.rank}", {"reason": reason}, store.world_size - 1)
 
         for future in pending:
             self._settle(future, AbortedError(f"store {store.name!r}, rank {store.rank}: {reason}"))
@@ -155,12 +155,16 @@ class FourSteps:
             future.set_result(outcome)
 
     def _who_gave_up(self, store: TensorStore) -> str | None:
-        """Why nothing can be posted any more. Rank 0 looks whether another one has said so."""
-        for rank in range(1, store.world_size) if store.rank == 0 and self._retired is None else ():
+        """Why nothing can be posted any more; looks whether another rank has said so."""
+        for rank in range(store.world_size) if self._retired is None else ():
+            if rank == store.rank:
+                continue
+
             try:
                 self._retired = str(_hear(store, f"joint/retired/{rank}", timeout=0)["reason"])
-            except StoreTimeoutError:
-                continue
+                break
+            except DtorchError:
+                continue  # it has not said so, and may have left
 
         return self._retired
 
@@ -171,7 +175,15 @@ class FourSteps:
         for number, tensor in enumerate(offer.tensors):
             store.src_set(f"{key}/{offer.rank}/{number}", tensor, 1, stream=stream, writable=True)
 
-        end = _hear(store, f"{key}/end")
+        try:
+            end = _hear(store, f"{key}/end")
+        except PeerLostError:
+            reason = self._who_gave_up(store)
+            if reason is None:
+                raise
+
+            end = _end(reason, retired=True)
+
         if end["retired"]:
             # What is published stays so, perhaps unread: the store is of no more use to its group.
             self._retired = self._retired or end["text"]

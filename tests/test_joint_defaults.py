@@ -1,0 +1,395 @@
+"""What TensorStore makes of the four steps: joint work, messages, and so a samedevice group over any store."""
+
+import threading
+import time
+
+import pytest
+import torch
+from dtorch_memory_store.store import MemoryTensorStore
+
+import dtorch_core
+from dtorch_core import (
+    AbortedError,
+    BackendSpec,
+    CollectiveMismatchError,
+    PeerLostError,
+    StoreTimeoutError,
+    Support,
+    TensorStore,
+    UnsupportedOperationError,
+    hookimpl,
+    use_backend,
+)
+from dtorch_core.testing import Background, asleep, run_kit, run_ranks
+
+LIMIT = 15.0
+
+
+class FourStepStore(MemoryTensorStore):
+    """The memory store's four steps, and the base class's defaults for everything made of them."""
+
+    post = TensorStore.post
+    send = TensorStore.send
+    expect = TensorStore.expect
+
+
+class Plugin:
+    @hookimpl
+    def dtorch_register_tensor_stores(self):
+        def probe(topology):
+            return Support.yes(1, "threads") if topology.same_process else Support.no("several processes")
+
+        words = frozenset({"cpu", "cuda", "zero_copy"})
+        return [BackendSpec("four steps", f"{__name__}:FourStepStore", probe, capabilities=words)]
+
+    @hookimpl
+    def dtorch_register_thread_groups(self):
+        def probe(topology):
+            return Support.yes(1, "a samedevice group that can't receive from any source")
+
+        words = "cpu cuda uneven bitwise_ops p2p tags self_send split mismatch rank_order async"
+        factory = "dtorch_samedevice_group.group:open_process_group"
+        return [BackendSpec("over four steps", factory, probe, capabilities=frozenset(words.split()))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    dtorch_core.register(Plugin(), name="four steps")
+    yield
+    dtorch_core.unregister("four steps")
+
+
+def on_ranks(body, world_size=2, timeout=LIMIT):
+    def rank(ctx):
+        with ctx.open_store("own", backend="four steps", timeout=timeout) as store:
+            return body(store)
+
+    return run_ranks(rank, world_size, 2 * LIMIT)
+
+
+def add_up(offers):
+    """Every tensor becomes the sum of all ranks'; two tasks a tensor."""
+    tasks = []
+    for tensors in zip(*(offer.tensors for offer in offers), strict=True):
+        total = sum(tensor.clone() for tensor in tensors)
+        tasks += [lambda tensor=tensor, total=total: tensor.copy_(total) for tensor in tensors]
+
+    return tasks
+
+
+class TestGroupOverFourSteps:
+    """What the kit asks of a group, over a store with the defaults: the tests that a store can make fail."""
+
+    TESTS = """
+        test_collective_of_odd_and_empty_shapes[cpu-1] test_collective_of_odd_and_empty_shapes[cpu-3]
+        test_collective_of_large_tensors[cpu-2] test_collective_of_any_layout test_result_shares_no_memory
+        test_result_is_of_its_own_ranks_inference_mode test_out_may_be_the_input test_out_of_all_to_all_may_be_the_input
+        test_many_in_flight_are_waited_for_in_any_order test_large_and_small_in_flight
+        test_work_that_is_dropped_ends_all_the_same test_work_may_be_waited_for_by_several_threads
+        test_future_can_be_followed test_work_of_a_mismatch_raises test_work_that_is_late_raises_at_its_deadline
+        test_mismatch_among_many_in_flight test_mismatch_of_every_rank_with_every_other
+        test_message_is_a_copy test_messages_arrive_in_order test_receive_can_be_retried_after_a_timeout
+        test_receive_that_waits_in_the_background test_receive_from_a_rank_that_left
+        test_receiving_from_anybody_is_refused test_timeout_is_each_ranks_own
+        test_timeout_names_who_has_not_come_and_who_gave_up[all_reduce]
+        test_timeout_names_who_has_not_come_and_who_gave_up[all_gather]
+        test_abort_wakes_every_rank_now_and_later[all_reduce] test_abort_wakes_every_rank_now_and_later[all_gather]
+        test_close_wakes_ones_own_wait test_close_is_a_goodbye test_failure_ends_futures_and_callbacks
+        test_rank_that_fails_ends_the_run_at_once[all_to_all]
+    """.split()
+
+    def test_group_conforms(self):
+        with use_backend(store="four steps"):
+            outcomes = run_kit("group", "over four steps", select=self.TESTS)
+
+        failed = [f"{outcome.test}: {outcome.report}" for outcome in outcomes if outcome.state == "failed"]
+        assert not failed, "\n".join(failed)
+        ran = {outcome.test.partition("[")[0] for outcome in outcomes if outcome.state == "passed"}
+        assert ran == {test.partition("[")[0] for test in self.TESTS}
+
+
+class TestJointWork:
+    @pytest.mark.parametrize("world_size", [1, 2, 4])
+    def test_work_is_done_in_place_on_every_ranks_tensors(self, world_size):
+        def body(store):
+            for number in range(5):
+                mine = torch.arange(4.0) + store.rank + number
+                strided = torch.stack([mine, mine], 1)[:, 0]
+                ticket = store.post(f"job {number}", f"note of {store.rank}", (mine, strided), add_up)
+                ticket.wait(LIMIT)
+                wanted = world_size * (torch.arange(4.0) + number) + sum(range(world_size))
+                assert torch.equal(mine, wanted)
+                assert torch.equal(strided, wanted)
+                assert ticket.notes() == [f"note of {rank}" for rank in range(world_size)]
+                assert ticket.done()
+
+        on_ranks(body, world_size)
+
+    def test_posts_do_not_wait_for_each_other(self):
+        """Ranks may post in any order, and wait in any other."""
+
+        def body(store):
+            numbers = list(range(12))
+            if store.rank == 1:
+                numbers.reverse()
+
+            tensors = {number: torch.tensor([number + 100.0 * store.rank]) for number in numbers}
+            tickets = {number: store.post(f"{number}", "", (tensors[number],), add_up) for number in numbers}
+            for number in sorted(numbers, key=lambda number: (number * 7) % 12):
+                tickets[number].wait(LIMIT)
+                assert tensors[number].item() == 3 * number + 300
+
+        on_ranks(body, 3)
+
+    def test_work_of_notes_alone(self):
+        def body(store):
+            ticket = store.post("notes", f"{store.rank}", (), lambda offers: ())
+            ticket.wait(LIMIT)
+            assert list(ticket.notes()) == ["0", "1", "2"]
+
+        on_ranks(body, 3)
+
+    def test_error_of_the_work_reaches_every_rank(self):
+        def fails(offers):
+            raise CollectiveMismatchError("these do not fit")
+
+        def breaks(offers):
+            raise KeyError("of another kind")
+
+        def body(store):
+            for work, kind, text in (
+                (fails, CollectiveMismatchError, "these do not fit"),
+                (breaks, (KeyError, dtorch_core.DtorchError), "of another kind"),
+            ):
+                ticket = store.post(text, "", (torch.ones(2),), work)
+                for _ in range(2):
+                    with pytest.raises(kind, match=text):
+                        ticket.wait(LIMIT)
+
+                assert ticket.done()
+
+            good = torch.ones(1)
+            store.post("good", "", (good,), add_up).wait(LIMIT)
+            assert good.item() == 3
+
+        on_ranks(body, 3)
+
+    def test_callback_is_called_when_it_is_done_or_never_will_be(self):
+        over = threading.Event()
+
+        def body(store):
+            called = threading.Event()
+            if store.rank == 1:
+                store.barrier()
+
+            ticket = store.post("one", "", (torch.ones(2),), add_up)
+            ticket.add_done_callback(called.set)
+            if store.rank == 0:
+                assert not called.is_set()
+                store.barrier()
+
+            assert called.wait(LIMIT)
+            ticket.add_done_callback(called.clear)
+            assert not called.is_set(), "at once, since it is done"
+            store.barrier()
+            if store.rank == 0:
+                lonely = store.post("two", "", (torch.ones(2),), add_up)
+                lonely.add_done_callback(called.set)
+                store.abort("enough")
+                assert called.wait(LIMIT)
+                with pytest.raises(AbortedError, match="enough"):
+                    lonely.wait(LIMIT)
+
+                over.set()
+            else:
+                assert over.wait(LIMIT)
+
+        on_ranks(body)
+
+    @pytest.mark.parametrize("late", [0, 1, 2])
+    def test_late_rank_learns_who_gave_up(self, late):
+        """Also when it is the rank that does the work for all; the others wait until their own deadlines."""
+        gave_up = threading.Barrier(3)
+
+        def body(store):
+            tensor = torch.full((2,), float(store.rank))
+            if store.rank != late:
+                deadline = 0.1 if store.rank == (late + 1) % 3 else 0.4
+                begun = time.monotonic()
+                with pytest.raises(StoreTimeoutError, match=f"rank {late}"):
+                    store.post("late", "", (tensor,), add_up).wait(deadline)
+
+                assert 0.9 * deadline < time.monotonic() - begun < LIMIT / 2
+
+            gave_up.wait(LIMIT)
+            for key in ("late" if store.rank == late else "later", "later still"):
+                with pytest.raises(AbortedError, match="gave up on late") as caught:
+                    store.post(key, "", (tensor,), add_up).wait(LIMIT / 2)
+
+                assert f"rank {late} gave up" not in str(caught.value)
+                gave_up.wait(LIMIT)
+
+            assert tensor.eq(store.rank).all(), "nobody's tensor was touched"
+            gave_up.wait(LIMIT)
+
+        on_ranks(body, 3)
+
+    def test_rank_that_dies_ends_every_wait(self):
+        waiting = threading.Event()
+
+        def body(store):
+            if store.rank == 1:
+                assert waiting.wait(LIMIT)
+                store.abort("rank 1 failed: on purpose", died=True)
+                return
+
+            call = Background(lambda: store.post("x", "", (torch.ones(1),), add_up).wait(60))
+            asleep(call)
+            waiting.set()
+            with pytest.raises(PeerLostError, match="rank 1"):
+                call.result(LIMIT)
+
+        on_ranks(body)
+
+    def test_no_thread_outlives_its_work(self):
+        def body(store):
+            for number in range(10):
+                store.post(f"{number}", "", (torch.ones(1),), add_up).wait(LIMIT)
+
+        on_ranks(body, 3)
+        deadline = time.monotonic() + 5
+        for thread in threading.enumerate():
+            if thread.name.startswith("own rank"):
+                thread.join(max(0.0, deadline - time.monotonic()))
+                assert not thread.is_alive(), thread.name
+
+
+class TestMessages:
+    def test_messages_are_in_order_for_each_source_and_tag(self):
+        def body(store):
+            others = [rank for rank in range(3) if rank != store.rank]
+            for number in range(30):
+                for dst in others:
+                    store.send(torch.tensor([100 * store.rank + number]), dst, number % 2)
+
+            for src in others:
+                receipts = [store.expect(src, number % 2) for number in range(30)]
+                for number, receipt in reversed(list(enumerate(receipts))):
+                    message, source = receipt.wait(LIMIT)
+                    assert (int(message), source) == (100 * src + number, src)
+                    assert receipt.wait(LIMIT)[0] is message
+                    assert receipt.done()
+
+        on_ranks(body, 3)
+
+    def test_message_is_a_copy(self):
+        def body(store):
+            if store.rank == 0:
+                x = torch.arange(3.0)
+                store.send(x, 1, 0)
+                x.fill_(-1)
+                store.barrier()
+            else:
+                store.barrier()
+                message, _ = store.expect(0, 0).wait(LIMIT)
+                assert message.tolist() == [0, 1, 2]
+                message.fill_(-2)
+
+        on_ranks(body)
+
+    def test_receipt_stays_expected_after_a_timeout_and_can_be_cancelled(self):
+        def body(store):
+            if store.rank == 0:
+                store.barrier()
+                for value in range(3):
+                    store.send(torch.tensor(value), 1, 0)
+
+                return
+
+            first, second, third = (store.expect(0, 0) for _ in range(3))
+            with pytest.raises(StoreTimeoutError, match="rank 0 had not sent it"):
+                first.wait(0.05)
+
+            assert not first.done()
+            assert second.cancel()
+            store.barrier()
+            assert int(first.wait(LIMIT)[0]) == 0
+            assert int(third.wait(LIMIT)[0]) == 2
+            assert int(store.expect(0, 0).wait(LIMIT)[0]) == 1, "a cancelled receipt's message goes to the next one"
+            assert not first.cancel()
+
+        on_ranks(body)
+
+    def test_looking_does_not_wait_for_a_thread_that_waits(self):
+        def body(store):
+            if store.rank == 0:
+                store.barrier()
+                store.send(torch.tensor(7), 1, 0)
+                return
+
+            receipt = store.expect(0, 0)
+            call = Background(lambda: receipt.wait(LIMIT))
+            asleep(call)
+            begun = time.monotonic()
+            assert not receipt.done()
+            with pytest.raises(StoreTimeoutError):
+                receipt.wait(0.05)
+
+            assert time.monotonic() - begun < LIMIT / 3
+            called = threading.Event()
+            receipt.add_done_callback(called.set)
+            store.barrier()
+            assert int(call.result(LIMIT)[0]) == 7
+            assert called.wait(LIMIT)
+
+        on_ranks(body)
+
+    def test_any_source_is_refused(self):
+        def body(store):
+            with pytest.raises(UnsupportedOperationError, match="any source"):
+                store.expect(None, 0)
+
+        on_ranks(body, 1)
+
+    def test_keys_of_messages_that_were_taken_are_freed(self):
+        def body(store):
+            for number in range(200):
+                store.send(torch.tensor([number]), store.rank, 0)
+                assert int(store.expect(store.rank, 0).wait(LIMIT)[0]) == number
+
+            return len(store._session.keys._keys)
+
+        assert on_ranks(body, 1)[0] < 5
+
+    def test_many_unread_messages_cost_little(self):
+        def body(store):
+            begun = time.monotonic()
+            for number in range(2000):
+                store.send(torch.tensor([number]), 0, 0)
+
+            took = time.monotonic() - begun
+            for number in range(2000):
+                assert int(store.expect(0, 0).wait(LIMIT)[0]) == number
+
+            return took
+
+        assert on_ranks(body, 1)[0] < 3
+
+    def test_message_to_a_rank_that_left_does_not_fail_the_next_one(self):
+        left = threading.Event()
+
+        def body(store):
+            if store.rank == 2:
+                store.close()
+                left.set()
+                return
+
+            assert left.wait(LIMIT)
+            for number in range(5):
+                if store.rank == 0:
+                    store.send(torch.tensor(0), 2, 0)
+                    store.send(torch.tensor(number), 1, 0)
+                else:
+                    assert int(store.expect(0, 0).wait(LIMIT)[0]) == number
+
+        on_ranks(body, 3)
