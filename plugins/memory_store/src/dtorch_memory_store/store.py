@@ -30,6 +30,9 @@ class MemoryTensorStore(TensorStore):
         # Whoever comes first names the session; the rendezvous says which one all of them share.
         self._token = ctx.rendezvous.compare_set("session", "", uuid.uuid4().hex).decode()
         self._session = _sessions.setdefault(self._token, Session(ctx.name, ctx.world_size))
+        if self._session.join(ctx.rank):
+            ctx.rendezvous.delete_key("session")  # everybody has read it
+
         # A handle that is dropped says goodbye too.
         self._dropped = weakref.finalize(self, _dropped, self._session, self._token, ctx.rank)
         self._dropped.atexit = False
