@@ -137,7 +137,10 @@ class TestStreams:
                 result = redistribute_mesh(x, manager, MESH, src, dst)
                 done = torch.cuda.Event()
                 done.record()
-                return not done.query(), result.cpu()
+                queued = not done.query()
+                manager.get(range(4)).barrier()  # a copy to the CPU holds up what other threads launch
+                stream.synchronize()
+                return queued, result.cpu()
 
         for queued, result in spawn(run, 4, devices=DEVICE, timeout=120):
             assert queued, "the host waited"
