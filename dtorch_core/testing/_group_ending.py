@@ -137,6 +137,8 @@ class EndingTests(GroupConformance):
                 with pytest.raises(AbortedError, match="had enough"):
                     WAITS[later](group, LONG_WAIT)
 
+            waiting.wait(self.patience)  # leaving would wake them too
+
         self.ranks(body, 3)
 
     def test_abort_without_a_reason_names_the_rank(self) -> None:
