@@ -14,9 +14,10 @@ from dtorch_core._context import BackendContext
 from dtorch_core._selector import spec_of
 from dtorch_core._shapes import Shape, describe
 from dtorch_core._text import rank_list
-from dtorch_core._work import Started, Work
+from dtorch_core._work import Record, Started, Work
 from dtorch_core.checks import check_tensor
 from dtorch_core.errors import UnsupportedOperationError, UnsupportedTensorError
+from dtorch_core.recorder import recorder_for
 from dtorch_core.reduction import rule
 
 T = TypeVar("T")
@@ -41,18 +42,20 @@ class GroupCalls:
         self.backend = ctx.selection.chosen or ""
         self.timeout = ctx.timeout
         self._capabilities = spec_of(ctx.selection).capabilities
+        self._recorder = recorder_for(ctx.name, ctx.rank, ctx.world_size)
 
     def _run(
         self, call: str, prepare: Callable[[], Prepared[T]], timeout: float | None, async_op: bool
     ) -> Any:  # noqa: ANN401 - what the call returns, or a Work of it
         """A call whose ranks know all sizes."""
+        record = self._record(call)
         try:
             seconds = self._seconds(call, timeout, async_op)
         except Exception as error:
             _notes.refuse(self.process_group, call, error)
             raise
 
-        work = Work(None, lambda _: self._launch(call, prepare, seconds), seconds, self.device)
+        work = Work(None, lambda _: self._launch(call, prepare, seconds), seconds, self.device, record)
         return work if async_op else work.result()
 
     def _exchange(
@@ -65,6 +68,7 @@ class GroupCalls:
         async_op: bool,
     ) -> Any:  # noqa: ANN401
         """A call whose ranks tell each other their sizes first. ``same`` is what all of them have to call."""
+        record = self._record(call)
         try:
             seconds = self._seconds(call, timeout, async_op)
             text = tell()
@@ -78,7 +82,7 @@ class GroupCalls:
             with notes.place:
                 return self._launch(call, lambda: prepare(texts), seconds)
 
-        work = Work(notes, start, seconds, self.device)
+        work = Work(notes, start, seconds, self.device, record)
         return work if async_op else work.result()
 
     def _launch(self, call: str, prepare: Callable[[], Prepared[T]], seconds: float) -> Started[T]:
@@ -91,6 +95,9 @@ class GroupCalls:
             raise
 
         return launch(seconds), finish
+
+    def _record(self, call: str) -> Record | None:
+        return None if self._recorder is None else Record(self._recorder, self._recorder.begin(call))
 
     # Checks. Those that can fail on one rank alone run where their error is told to the peers.
 

@@ -8,30 +8,56 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dtorch_core._notes import Notes
-from dtorch_core.errors import StoreTimeoutError
+from dtorch_core.errors import DtorchError, StoreTimeoutError
+from dtorch_core.recorder import Entry, Recorder
 
 T = TypeVar("T")
 Started = tuple[dist.Work, Callable[[], T]]
 """A c10d Work under way, and what gives the result of the call once it is done; that may be asked more than once."""
 
 
+class Record(NamedTuple):
+    """What the flight recorder has of a call."""
+
+    recorder: Recorder
+    entry: Entry
+
+    def explain(self, error: BaseException) -> None:
+        """The call raised: note it, and say in the error what the ranks did last."""
+        self.entry.end(error)
+        if isinstance(error, DtorchError):
+            self.recorder.explain(error)
+
+
 class Work(Generic[T]):
     """A collective under way. Many may be; each ends by itself, whether anybody waits for it or not."""
 
     def __init__(
-        self, notes: Notes | None, start: Callable[[Sequence[str]], Started[T]], timeout: float, device: str
+        self,
+        notes: Notes | None,
+        start: Callable[[Sequence[str]], Started[T]],
+        timeout: float,
+        device: str,
+        record: Record | None = None,
     ) -> None:
-        self._notes, self._start, self._timeout = notes, start, timeout
+        self._notes, self._start, self._timeout, self._record = notes, start, timeout, record
         self._device = torch.device(device)
         self._started: Future[Started[T]] = Future()
         if notes is None:
-            self._started.set_result(start(()))
+            try:
+                self._started.set_result(start(()))
+            except Exception as error:
+                if record is not None:
+                    record.explain(error)
+
+                raise
+
             return
 
         # What follows an exchange is begun by whichever thread ends the exchange, but as this rank's thread would.
@@ -48,22 +74,17 @@ class Work(Generic[T]):
         :param timeout: seconds; the call's own where None.
         :raises StoreTimeoutError: if ranks have not come in time; they are named.
         """
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        deadline = time.monotonic() + (self._timeout if seconds is None else seconds)
-        if self._notes is not None:
-            self._notes.wait(_left(deadline))
+        if self._record is None:
+            self._wait(timeout)
+            return True
 
-        # All have come: what has to happen before it has begun waits for no other rank.
         try:
-            work, finish = self._started.result(max(self._timeout, _left(deadline)))
-        except TimeoutError as error:
-            if self._started.done():
-                raise  # what it raised
+            self._wait(timeout)
+        except Exception as error:
+            self._record.explain(error)
+            raise
 
-            raise StoreTimeoutError("the sizes are here, but this call's second part has not begun in time") from error
-
-        work.wait(timedelta(seconds=_left(deadline)))
-        finish()
+        self._record.entry.end()
         return True
 
     def result(self) -> T:
@@ -113,6 +134,24 @@ class Work(Generic[T]):
 
         self._started.add_done_callback(follow)
         return future
+
+    def _wait(self, timeout: float | timedelta | None) -> None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        deadline = time.monotonic() + (self._timeout if seconds is None else seconds)
+        if self._notes is not None:
+            self._notes.wait(_left(deadline))
+
+        # All have come: what has to happen before it has begun waits for no other rank.
+        try:
+            work, finish = self._started.result(max(self._timeout, _left(deadline)))
+        except TimeoutError as error:
+            if self._started.done():
+                raise  # what it raised
+
+            raise StoreTimeoutError("the sizes are here, but this call's second part has not begun in time") from error
+
+        work.wait(timedelta(seconds=_left(deadline)))
+        finish()
 
     def _begin(self) -> None:
         assert self._notes is not None

@@ -325,11 +325,12 @@ class ThreadGroup(GroupCalls):
         It does not wait for the receiver. Messages of one source, destination and tag arrive in order.
         """
         call = f"send({describe(x)}, dst={dst}, tag={tag})"
+        record = self._record(call)
         seconds = self._seconds(call, timeout, async_op)
         self._check(call, x)
         self._check_p2p(call, dst, tag)
         sent = _p2p.send(self.process_group, x.detach(), dst, tag, seconds)
-        work = Work(None, lambda _: (sent, lambda: None), seconds, self.device)
+        work = Work(None, lambda _: (sent, lambda: None), seconds, self.device, record)
         return work if async_op else work.result()
 
     def recv(
@@ -347,13 +348,14 @@ class ThreadGroup(GroupCalls):
         :raises CollectiveMismatchError: if ``out`` has another shape or dtype; the message is dropped.
         """
         call = f"recv(src={src}, tag={tag})"
+        record = self._record(call)
         seconds = self._seconds(call, timeout, async_op)
         self._check_p2p(call, src, tag)
         if out is not None:
             check_written(f"{self._label(call)}, out=", out)
 
         received = _p2p.receive(self.process_group, self.device, src, tag, out, seconds)
-        work = Work(None, lambda _: (received, lambda: received.result()[0]), seconds, self.device)
+        work = Work(None, lambda _: (received, lambda: received.result()[0]), seconds, self.device, record)
         if async_op:
             return work
 

@@ -333,7 +333,7 @@ class TestDoctor:
     def test_healthy(self, dtorch):
         status, out, _ = dtorch("doctor")
         assert status == 0
-        for part in ("system", "environment", "plugins", "metadata", "torch", "selection"):
+        for part in ("system", "environment", "plugins", "metadata", "torch", "selection", "flight recorder"):
             assert f"\n{part}\n" in f"\n{out}"
 
         for said in ("no DTORCH variable is set", "mine-dist 1.0", "OMP_NUM_THREADS", "store: mine", "no problem"):
@@ -345,7 +345,8 @@ class TestDoctor:
 
     def test_json(self, dtorch):
         facts = json.loads(dtorch("doctor", "--json")[1])
-        assert set(facts) == {"system", "environment", "plugins", "metadata", "torch", "selection", "problems"}
+        parts = {"system", "environment", "plugins", "metadata", "torch", "selection", "flight recorder"}
+        assert set(facts) == parts | {"problems"}
         assert facts["system"]["OMP_NUM_THREADS"] is None
         assert facts["selection"]["2 ranks, threads of one process, sharing cpu"]["store"] == "mine"
 

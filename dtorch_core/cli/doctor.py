@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import dtorch_core
-from dtorch_core import _registry, _topology
+from dtorch_core import _registry, _topology, recorder
 from dtorch_core._authority import VARIABLES
 from dtorch_core._discovery import DISABLE, LOAD, STRICT, guarded
 from dtorch_core._reasons import KINDS
@@ -31,6 +31,7 @@ KNOWN = {
     DISABLE: "plugins that are not loaded",
     LOAD: "the only plugins that are loaded",
     STRICT: "a broken plugin is an error",
+    recorder.VARIABLE: "how many calls of each group the flight recorder keeps",
 }
 """The variables that dtorch-core reads, and what each is for."""
 
@@ -173,6 +174,19 @@ def _selection() -> Finding:
     return Finding(facts, columns(rows), list(problems))
 
 
+def _calls() -> Finding:
+    """Of the groups in this process; a program may call :func:`run` itself."""
+    known = recorder.recorders()
+    size = os.environ.get(recorder.VARIABLE, "").strip()
+    off = f"off; set {recorder.VARIABLE}=N to see the last N calls of every rank in errors"
+    lines = [line for each in known for line in f"group {each.group!r}, {each}".splitlines()]
+    facts = [
+        {"group": each.group, "rank": each.rank, "world size": each.world_size, "calls": list(map(str, each.entries()))}
+        for each in known
+    ]
+    return Finding(facts, lines or [f"no group in this process; {size} calls are kept" if size else off])
+
+
 def _here() -> Iterator[Topology]:
     """Typical ranks on this machine."""
     yield _topology.imagine(2, "threads")
@@ -194,5 +208,6 @@ PARTS: dict[str, Callable[[], Finding]] = {
     "metadata": _metadata,
     "torch": _torch,
     "selection": _selection,
+    "flight recorder": _calls,
 }
 """The parts of the report, in this order."""
