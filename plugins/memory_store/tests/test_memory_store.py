@@ -324,6 +324,8 @@ class TestLeaving:
             assert part in told[0]
 
     def test_key_of_a_producer_that_left_is_free_once_its_consumers_have_finished(self):
+        left = threading.Event()
+
         def rank(ctx):
             store = ctx.open_store("left", timeout=LIMIT)
             if ctx.rank == 0:
@@ -331,11 +333,14 @@ class TestLeaving:
                 store.src_set("after", torch.arange(3), 1)
                 store.barrier()
                 store.close()
+                left.set()
                 return None
 
             with store.borrow("before"):
-                store.barrier()
+                pass
 
+            store.barrier()
+            assert left.wait(LIMIT)
             with store.borrow("after"):
                 pass
 
