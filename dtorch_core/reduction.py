@@ -20,7 +20,7 @@ The order is the rank order, always, so results are bitwise equal on every rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -71,11 +71,12 @@ class Rule:
     """Compute on the same bytes read as this dtype."""
     accumulate: torch.dtype | None = None
     """Compute in this dtype, in scratch memory; None: in the tensors' own."""
+    in_place: bool = field(init=False)
+    """The result can be computed in one of the tensors itself, without scratch memory."""
 
-    @property
-    def in_place(self) -> bool:
-        """The result can be computed in one of the tensors itself, without scratch memory."""
-        return self.accumulate is None and not self.flips and self.op not in ("premul_sum",)
+    def __post_init__(self) -> None:
+        in_place = self.accumulate is None and not self.flips and self.op != "premul_sum"
+        object.__setattr__(self, "in_place", in_place)
 
     @property
     def flips(self) -> bool:

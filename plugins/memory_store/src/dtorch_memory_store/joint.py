@@ -83,24 +83,26 @@ class Joint:
 
     def post(self, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None) -> MemoryTicket:
         """Bring an offer; the last to come does the work. Never waits for another rank."""
-        rank = offer.rank
-        event = streams.record(offer.tensors[0], stream) if offer.tensors else None
-        with self.presence.mutex:
-            self.presence.check_open(rank)
-            raise_if(self.over(rank, key))
+        rank, presence = offer.rank, self.presence
+        event = streams.record(offer.tensors[0], stream) if offer.tensors and offer.tensors[0].is_cuda else None
+        with presence.mutex:
+            if not presence.complete or self._retired is not None:
+                presence.check_open(rank)
+                raise_if(self.over(rank, key))
+
             call = self._calls.get(key)
             if call is None:
-                call = self._calls[key] = Call(key, self.presence.world_size)
+                call = self._calls[key] = Call(key, presence.world_size)
 
             if call.offers[rank] is not None:
-                raise ProtocolError(f"{self.presence.at(key)}: rank {rank} has brought its part already")
+                raise ProtocolError(f"{presence.at(key)}: rank {rank} has brought its part already")
 
             call.offers[rank] = offer
             call.came += 1
             if event is not None:
                 call.events.append((event, offer.tensors[0]))
 
-            last = call.came == self.presence.world_size
+            last = call.came == presence.world_size
             if last:
                 del self._calls[key]
 
@@ -113,7 +115,7 @@ class Joint:
         """Sleep until the call is finished, taking tasks where there are any."""
         deadline = time.monotonic() + timeout
         helped = False
-        while True:
+        while not call.finished:
             if call.running and not helped:
                 self._help(call)
                 helped = True
@@ -126,12 +128,17 @@ class Joint:
                     continue
 
                 started = call.came == self.presence.world_size
-                raise_if(self._hopeless(call, rank))
+                if not self.presence.complete or self._retired is not None:
+                    raise_if(self._hopeless(call, rank))
+
                 waiter = Waiter(rank)
                 call.waiters.append(waiter)
 
             # Once all have come the work ends by itself; leaving it would leave this rank's tensors to its writes.
             waiter.sleep(threading.TIMEOUT_MAX if started else deadline - time.monotonic())
+            if waiter.done:  # written before the thread was woken
+                continue
+
             woken: list[Waiter] = []
             with self.presence.mutex:
                 if not waiter.settled:

@@ -215,6 +215,9 @@ class Keys:
         return failed
 
     def _why_no_get(self, key: str, waiter: Waiter) -> Failure | None:
+        if self._presence.complete and not self._resetting:
+            return None
+
         rank = waiter.rank
         what = f"dest_get({key!r})"
         common = self._presence.over(rank, what)
@@ -232,6 +235,9 @@ class Keys:
         return None
 
     def _why_no_finish(self, key: str, publication: Publication, waiter: Waiter) -> Failure | None:
+        if self._presence.complete:
+            return None
+
         rank = waiter.rank
         what = f"src_wait_until_get_finished({key!r})"
         common = self._presence.over(rank, what)

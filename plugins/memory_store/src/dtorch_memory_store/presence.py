@@ -40,6 +40,11 @@ class Presence:
         """Every rank but one."""
         return set(range(self.world_size)) - {rank}
 
+    @property
+    def complete(self) -> bool:
+        """Nobody has left: a quick answer for those who would ask why not."""
+        return not self.closed and not self.died and self.aborted is None
+
     def check_open(self, rank: int) -> None:
         """:raises AbortedError: if the rank has closed its handle."""
         if rank in self.closed:

@@ -40,7 +40,7 @@ class Waiter:
 
     def sleep(self, timeout: float) -> None:
         """Block until woken, or for ``timeout`` seconds."""
-        self._lock.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX)))
+        self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX) if timeout > 0 else 0)
 
 
 class Notice(Waiter):

@@ -1,26 +1,77 @@
-"""Cuts tensors into blocks that stay in cache, so that several ranks' threads can share one large operation."""
+"""Does small work at once, and cuts large work into blocks that several ranks' threads can share.
+
+A block stays in cache while all ranks' parts of it are worked on. It is not smaller than that takes: between two blocks
+a thread needs the GIL, and may have to wait until another one lets it go.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from dtorch_core._memory import same_place
 
-BLOCK_BYTES = 256 * 1024
-"""What one task reads of each tensor. Measured: from 64 KiB to 512 KiB are alike, larger ones leave the cache."""
+BLOCK_BYTES = 512 * 1024
+"""What one task handles of each tensor. Measured: from 256 KiB to 2 MiB are alike, larger ones leave the cache."""
+
+ALONE_BYTES = 8 * 1024 * 1024
+"""Work that moves fewer bytes is not shared: waking another thread would take as long as its share of the work."""
 
 Task = Callable[[], None]
 
+Job = Sequence[Tensor]
+"""Tensors of one shape that are worked on together, element by element."""
 
-def plain(tensor: Tensor) -> bool:
-    """It can be cut: contiguous memory, and its values are the bytes (no conjugate or negative bit)."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
-def cut(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]] | None:
+class _Modes(threading.local):
+    """Tensors made in inference mode can be written in it alone, others in it too; and it records no gradients."""
+
+    def __init__(self) -> None:
+        self.inference = torch.inference_mode()  # one for each thread: making it costs as much as a small copy
+
+
+_modes = _Modes()
+
+
+def share(jobs: Sequence[Job], do: Callable[[Job], None]) -> Sequence[Task]:
+    """Do the jobs at once, or, where there is much to do, return them as tasks that may run in any order.
+
+    ``do`` is given whole jobs, or the same block of each of a job's tensors.
+    """
+    if sum([len(job) * job[0].nbytes for job in jobs]) > ALONE_BYTES:
+        return [partial(_do, do, block) for job in jobs for block in cut(job) or [job]]
+
+    with _modes.inference:
+        for job in jobs:
+            do(job)
+
+    return ()
+
+
+def copies(targets: Tensors, sources: Tensors) -> Sequence[Task]:
+    """Copy each source to its target, as :func:`share` does jobs."""
+    if sum([target.nbytes for target in targets]) <= ALONE_BYTES // 2 and targets and targets[0].is_cpu:
+        with _modes.inference:
+            torch._foreach_copy_(targets, sources)  # one call: each lets the GIL go, and has to get it back
+
+        return ()
+
+    # What goes to several targets is read from memory once.
+    jobs: dict[int, list[Tensor]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if not same_place(target, source):
+            jobs.setdefault(id(source), [source]).append(target)
+
+    return share(list(jobs.values()), _copy)
+
+
+def cut(tensors: Job) -> list[Job] | None:
     """The blocks of tensors of one shape: one entry a block, with that block of each.
 
     None where it does not pay or can't be done: small tensors, CUDA tensors, strided ones.
@@ -33,18 +84,17 @@ def cut(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]] | None:
     return list(zip(*(tensor.view(-1).split(length) for tensor in tensors), strict=True))
 
 
-def copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Task]:
-    """Tasks that copy each source to its target, ``(target, source)``; large ones in blocks."""
-    tasks: list[Task] = []
-    for target, source in pairs:
-        if same_place(target, source):
-            continue
-
-        blocks = cut((target, source))
-        tasks += [partial(_copy, block[0], block[1]) for block in blocks or [(target, source)]]
-
-    return tasks
+def plain(tensor: Tensor) -> bool:
+    """It can be cut: contiguous memory, and its values are the bytes (no conjugate or negative bit)."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+def _do(do: Callable[[Job], None], job: Job) -> None:
+    with _modes.inference:
+        do(job)
+
+
+def _copy(job: Job) -> None:
+    source = job[0]
+    for target in job[1:]:
+        target.copy_(source)

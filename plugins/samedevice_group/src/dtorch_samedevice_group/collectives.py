@@ -1,7 +1,7 @@
 """What each collective does to the tensors of all ranks: pure functions of the offers, run once for all of them.
 
-``offers[r].tensors`` are rank r's, in the order that :mod:`dtorch_samedevice_group.group` posts them. A function does
-small work at once and returns large work as tasks, which the ranks share.
+``offers[r].tensors`` are rank r's, outputs first, in c10d's order. A function says which of them belong together; small
+work is then done at once, and large work comes as tasks, which the ranks share.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import Tensor
-
 from dtorch_core import CollectiveMismatchError
 from dtorch_core._shapes import describe
 from dtorch_core.joint import Offer
 from dtorch_core.reduction import Rule
-from dtorch_samedevice_group.blocks import Task, copies, cut
+from dtorch_samedevice_group.blocks import Job, Task, Tensors, copies, share
 
 Collective = Callable[[Sequence[Offer]], Sequence[Task]]
 
@@ -24,11 +22,7 @@ def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
     """Each rank's tensors are replaced by their reduction over the ranks."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        tasks: list[Task] = []
-        for tensors in zip(*(offer.tensors for offer in offers), strict=True):
-            tasks += [partial(_reduce_in_place, rule, block, factor) for block in cut(tensors) or [tensors]]
-
-        return tasks
+        return share(_by_position(offers), partial(_reduce_in_place, rule, factor))
 
     return work
 
@@ -37,8 +31,8 @@ def reduce(rule: Rule, root: int, factor: float | None = None) -> Collective:
     """The root's tensor is replaced by the reduction; the others' are left alone."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        inputs = [offer.tensors[0] for offer in offers]
-        return _reductions(rule, [(inputs[root], inputs)], factor)
+        (inputs,) = _by_position(offers)
+        return share([(inputs[root], *inputs)], partial(_reduce_out, rule, factor))
 
     return work
 
@@ -47,42 +41,35 @@ def reduce_scatter(rule: Rule, factor: float | None = None) -> Collective:
     """Rank r offers its output, then its input for each rank; output r is the reduction of every rank's input r."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        jobs = [
-            (offer.tensors[0], [other.tensors[1 + offer.rank] for other in offers]) for offer in offers
-        ]
-        return _reductions(rule, jobs, factor)
+        outputs, *inputs = _by_position(offers)
+        jobs = [(out, *parts) for out, parts in zip(outputs, inputs, strict=True)]
+        return share(jobs, partial(_reduce_out, rule, factor))
 
     return work
 
 
 def all_gather(offers: Sequence[Offer]) -> Sequence[Task]:
-    """Rank r offers its input, then its output for each rank; every rank's output s is rank s's input."""
-    return copies(
-        [(offer.tensors[1 + source.rank], source.tensors[0]) for offer in offers for source in offers]
-    )
+    """Rank r offers its output for each rank, then its input; every rank's output s is rank s's input."""
+    outputs = [tensor for offer in offers for tensor in offer.tensors[:-1]]
+    return copies(outputs, [offer.tensors[-1] for offer in offers] * len(offers))
 
 
 def broadcast(root: int) -> Collective:
     """Every rank's tensors become the root's."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        return copies(
-            [
-                (target, source)
-                for offer in offers
-                if offer.rank != root
-                for target, source in zip(offer.tensors, offers[root].tensors, strict=True)
-            ]
-        )
+        given, others = offers[root].tensors, [offer.tensors for offer in offers if offer.rank != root]
+        return copies([tensor for tensors in others for tensor in tensors], given * len(others))
 
     return work
 
 
 def gather(root: int) -> Collective:
-    """Rank r offers its input; the root also its output for each rank."""
+    """Rank r offers its input; the root, before that, its output for each rank."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        return _sent([(source, source.tensors[0], offers[root], 1 + source.rank) for source in offers])
+        sources, targets = [offer.tensors[-1] for offer in offers], offers[root].tensors[:-1]
+        return _send(sources, targets, lambda number: (number, root))
 
     return work
 
@@ -91,42 +78,51 @@ def scatter(root: int) -> Collective:
     """Rank r offers its output; the root also its input for each rank."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        return _sent([(offers[root], offers[root].tensors[1 + offer.rank], offer, 0) for offer in offers])
+        sources, targets = offers[root].tensors[1:], [offer.tensors[0] for offer in offers]
+        return _send(sources, targets, lambda number: (root, number))
 
     return work
 
 
-def all_to_all(offers: Sequence[Offer]) -> Sequence[Task]:
-    """Rank r offers its output from each rank, then its input for each; output s of rank r is input r of rank s."""
-    size = len(offers)
-    return _sent(
-        [
-            (source, source.tensors[size + offer.rank], offer, source.rank)
-            for offer in offers
-            for source in offers
-        ]
-    )
+def all_to_all(alike: bool) -> Collective:
+    """Rank r offers its output from each rank, then its input for each; output s of rank r is input r of rank s.
+
+    :param alike: this rank's tensors all have one shape, and its note says which.
+    """
+
+    def work(offers: Sequence[Offer]) -> Sequence[Task]:
+        size, note = len(offers), offers[0].note
+        sources = [source.tensors[size + target.rank] for target in offers for source in offers]
+        targets = [target.tensors[source.rank] for target in offers for source in offers]
+        if alike and all([offer.note == note for offer in offers]):
+            return copies(targets, sources)
+
+        return _send(sources, targets, lambda number: (number % size, number // size))
+
+    return work
 
 
-def _sent(messages: Sequence[tuple[Offer, Tensor, Offer, int]]) -> Sequence[Task]:
-    """Copies from a source's tensor to a receiver's, the one at an index.
+def _by_position(offers: Sequence[Offer]) -> list[Job]:
+    """Every rank's first tensor, every rank's second one, and so on."""
+    return list(zip(*[offer.tensors for offer in offers], strict=True))
+
+
+def _send(sources: Tensors, targets: Tensors, ranks_of: Callable[[int], tuple[int, int]]) -> Sequence[Task]:
+    """Copies between ranks: of number n, ``ranks_of(n)`` is who sends and who receives.
 
     :raises CollectiveMismatchError: if one does not fit the other: a copy would stretch or convert it.
     """
-    pairs = []
-    for source, tensor, receiver, index in messages:
-        target = receiver.tensors[index]
-        if target.shape != tensor.shape or target.dtype != tensor.dtype:
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if source.shape != target.shape or source.dtype != target.dtype:
+            sender, receiver = ranks_of(number)
             raise CollectiveMismatchError(
-                f"rank {source.rank} sends {describe(tensor)} to rank {receiver.rank}, which expects {describe(target)}"
+                f"rank {sender} sends {describe(source)} to rank {receiver}, which expects {describe(target)}"
             )
 
-        pairs.append((target, tensor))
-
-    return copies(pairs)
+    return copies(targets, sources)
 
 
-def _reduce_in_place(rule: Rule, tensors: Sequence[Tensor], factor: float | None) -> None:
+def _reduce_in_place(rule: Rule, factor: float | None, tensors: Job) -> None:
     # Into the first, then from there, while the block is in cache: each input is read once, each output written once.
     first = tensors[0]
     rule.into(first, tensors, factor)
@@ -134,22 +130,14 @@ def _reduce_in_place(rule: Rule, tensors: Sequence[Tensor], factor: float | None
         other.copy_(first)
 
 
-def _reductions(
-    rule: Rule, jobs: Sequence[tuple[Tensor, Sequence[Tensor]]], factor: float | None
-) -> Sequence[Task]:
-    tasks: list[Task] = []
-    for out, inputs in jobs:
-        blocks = cut((out, *inputs)) or [(out, *inputs)]
-        tasks += [partial(_reduce_out, rule, block[0], block[1:], factor) for block in blocks]
+def _reduce_out(rule: Rule, factor: float | None, job: Job) -> None:
+    out, *inputs = job
+    place = out.data_ptr()
+    for tensor in inputs[1:]:
+        if tensor.data_ptr() == place:  # in-place reduce_scatter: it would be overwritten before it is read
+            result = out.clone()
+            rule.into(result, inputs, factor)
+            out.copy_(result)
+            return
 
-    return tasks
-
-
-def _reduce_out(rule: Rule, out: Tensor, inputs: Sequence[Tensor], factor: float | None) -> None:
-    # An output that is one of the later inputs (in-place reduce_scatter) would be overwritten before it is read.
-    if any(out.data_ptr() == tensor.data_ptr() for tensor in inputs[1:]):
-        result = out.clone()
-        rule.into(result, inputs, factor)
-        out.copy_(result)
-    else:
-        rule.into(out, inputs, factor)
+    rule.into(out, inputs, factor)

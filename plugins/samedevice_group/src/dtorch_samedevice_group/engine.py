@@ -13,9 +13,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, TensorStore
@@ -36,10 +34,10 @@ class Engine:
         self._numbers = itertools.count(1)
         self._second = threading.local()
 
-    def post(self, call: str, tensors: Sequence[Tensor], work: Collective) -> Ticket:
-        """Post one collective; ``call`` is its fingerprint, as a person would write the call."""
+    def post(self, note: str, tensors: Sequence[Tensor], work: Collective) -> Ticket:
+        """Post one collective; ``note`` begins with its fingerprint, as a person would write the call."""
         key = getattr(self._second, "key", None) or f"collective #{next(self._numbers)}"
-        return self.store.post(key, call, tensors, self._compared(key, work))
+        return self.store.post(key, note, tensors, self._compared(key, work))
 
     def post_note(self, same: str, call: str, text: str) -> tuple[Ticket, AbstractContextManager[None]]:
         """Give every rank this rank's text, which may differ.
@@ -72,9 +70,6 @@ class Engine:
                     break
 
             try:
-                if any(tensor.is_inference() for offer in offers for tensor in offer.tensors):
-                    return _in_inference_mode(work, offers)
-
                 return work(offers)
             except CollectiveMismatchError as misfit:
                 call = first.partition("\n")[0]
@@ -102,17 +97,6 @@ class Engine:
 
         table = "\n".join(f"  {rank_list(ranks)}: {call}" for call, ranks in callers.items())
         raise CollectiveMismatchError(f"group {self._name!r}, {key}: {head}\n{table}")
-
-
-def _in_inference_mode(work: Collective, offers: Sequence[Offer]) -> Sequence[Task]:
-    """Tensors made under inference_mode are written under it alone, whichever rank's thread works."""
-    with torch.inference_mode():
-        return [partial(_run_in_inference_mode, task) for task in work(offers)]
-
-
-def _run_in_inference_mode(task: Task) -> None:
-    with torch.inference_mode():
-        task()
 
 
 def nothing(offers: Sequence[Offer]) -> Sequence[Task]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -11,18 +12,20 @@ import torch.distributed as dist
 from dtorch_core import UnsupportedOperationError
 from dtorch_samedevice_group.work import seconds_of
 
+PREMUL_SUM = dist.ReduceOp.PREMUL_SUM.value
+"""c10d's number for it; its enums are slow to compare."""
+
 _OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-    dist.ReduceOp.PREMUL_SUM: "premul_sum",
+    dist.ReduceOp.SUM.value: "sum",
+    dist.ReduceOp.AVG.value: "avg",
+    dist.ReduceOp.PRODUCT.value: "product",
+    dist.ReduceOp.MIN.value: "min",
+    dist.ReduceOp.MAX.value: "max",
+    dist.ReduceOp.BAND.value: "band",
+    dist.ReduceOp.BOR.value: "bor",
+    dist.ReduceOp.BXOR.value: "bxor",
+    PREMUL_SUM: "premul_sum",
 }
-_SIMPLE = (timedelta, int, dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 class Options(NamedTuple):
@@ -55,18 +58,23 @@ class Options(NamedTuple):
         return cls(op, factor, root, timeout)
 
 
+@cache
+def names_of(kind: type) -> Sequence[str]:
+    """The attributes that count, of a class of options; none if it is not one."""
+    return [name for name in ("reduceOp", "rootRank", "timeout") if hasattr(kind, name)]
+
+
 def _parts(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
-        if isinstance(value, _SIMPLE):
-            yield value
+        names = names_of(type(value))  # type: ignore[arg-type]  # mypy takes no type for hashable
+        if names:
+            yield from (getattr(value, name) for name in names)
         else:
-            yield getattr(value, "reduceOp", None)
-            yield getattr(value, "rootRank", None)
-            yield getattr(value, "timeout", None)
+            yield value
 
 
 def _op_of(op: Any) -> tuple[str, float | None]:  # noqa: ANN401
-    name = _OPS.get(getattr(op, "op", op))
+    name = _OPS.get(getattr(getattr(op, "op", op), "value", None))
     if name is None:
         raise UnsupportedOperationError(f"there is no reduction for {op}")
 

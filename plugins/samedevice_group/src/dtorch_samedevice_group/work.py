@@ -15,6 +15,9 @@ from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket
 from dtorch_core.mail import Receipt
 
+_making_futures = threading.Lock()
+"""One for all Works: few are asked for a future, and making it takes a moment."""
+
 
 class _Waited(dist._Work):
     """What the Works here share: all of it follows from a wait that can be repeated."""
@@ -25,7 +28,6 @@ class _Waited(dist._Work):
         super().__init__()
         self._outputs = list(outputs)
         self._timeout = timeout
-        self._lock = threading.Lock()
 
     def _end(self, timeout: float) -> None:
         """Wait for the end."""
@@ -72,7 +74,7 @@ class _Waited(dist._Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the list of output tensors, as c10d's."""
-        with self._lock:
+        with _making_futures:
             if self._future is not None:
                 return self._future
 
@@ -99,8 +101,12 @@ class GroupWork(_Waited):
     """Waits for a ticket."""
 
     def __init__(self, ticket: Ticket, outputs: Sequence[Tensor], timeout: float) -> None:
-        super().__init__(outputs, timeout)
-        self._ticket = ticket
+        dist._Work.__init__(self)  # as _Waited does: small collectives cost what Python costs
+        self._ticket, self._outputs, self._timeout = ticket, list(outputs), timeout
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        self._ticket.wait(self._timeout if timeout is None else seconds_of(timeout, self._timeout))
+        return True
 
     def is_completed(self) -> bool:
         return self._ticket.done()

@@ -1,0 +1,104 @@
+"""Recognises a call that is like an earlier one, and so needs no planning and no checks.
+
+Programs make the same few calls again and again, and small collectives cost what Python costs: while one rank plans its
+call, every other one waits for the GIL. What a plan depends on is quick to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtorch_samedevice_group.collectives import Collective
+from dtorch_samedevice_group.options import PREMUL_SUM, names_of
+
+if TYPE_CHECKING:
+    from dtorch_samedevice_group.group import Plan
+
+Form = tuple[object, ...]
+"""What a plan depends on: the method, the shape and dtype of each tensor, and the options but for the timeout."""
+
+Reading = tuple[Form, list[Tensor], timedelta | None]
+"""A call's form, its tensors in the order in which they were given, and its timeout."""
+
+_STRIDED = torch.strided
+_MOST = 1000
+"""Forms that are remembered."""
+
+
+class Known(NamedTuple):
+    """A plan for all calls of one form."""
+
+    note: str
+    outputs: int
+    """How many of the tensors are outputs: the first ones."""
+    work: Collective
+
+
+class Repeats(dict[Form, Known]):
+    """The calls of one group."""
+
+    def learn(self, reading: Reading, plan: Plan) -> None:
+        """Keep a plan that has passed all checks, if its tensors are those of the call, not parts of them."""
+        form, tensors, _ = reading
+        if not _same(tensors, plan.tensors) or not _same(tensors[: len(plan.written)], plan.written):
+            return
+
+        if len(self) >= _MOST:
+            self.clear()
+
+        self[form] = Known(plan.note, len(plan.written), plan.work)
+
+
+def read(method: str, args: Sequence[object]) -> Reading | None:
+    """Read a call; None if there is anything out of the ordinary about it."""
+    form: list[object] = [method]
+    tensors: list[Tensor] = []
+    timeout = None
+    for arg in args:
+        if type(arg) is list:
+            if len(arg) == 1 and type(arg[0]) is list:
+                arg = arg[0]
+                form.append(None)
+
+            try:
+                for tensor in arg:
+                    if (
+                        type(tensor) is not Tensor
+                        or not tensor.is_cpu
+                        or tensor.layout is not _STRIDED
+                        or tensor.requires_grad
+                        or 0 in tensor.stride()
+                    ):
+                        return None
+
+                    form.append(tensor.dtype)
+                    form.append(tensor.shape)
+            except RuntimeError:  # nested tensors have no strides
+                return None
+
+            form.append(len(arg))
+            tensors += arg
+        elif names := names_of(type(arg)):  # type: ignore[arg-type]  # mypy takes no type for hashable
+            for name in names:
+                part = getattr(arg, name)
+                if name == "timeout":
+                    timeout = part if part.days >= 0 else None  # a negative one stands for none
+                elif name == "rootRank":
+                    form.append(part)
+                elif (number := part.op.value) != PREMUL_SUM:
+                    form.append(number)
+                else:
+                    return None  # its factor counts as well
+        else:
+            return None
+
+    return tuple(form), tensors, timeout
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
