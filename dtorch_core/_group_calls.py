@@ -9,22 +9,40 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import _notes
+from dtorch_core import _c10d, _notes
 from dtorch_core._context import BackendContext
 from dtorch_core._selector import spec_of
 from dtorch_core._shapes import Shape, describe
-from dtorch_core._text import rank_list
+from dtorch_core._text import did_you_mean, rank_list
 from dtorch_core._work import Record, Started, Work
 from dtorch_core.checks import check_tensor
 from dtorch_core.errors import UnsupportedOperationError, UnsupportedTensorError
 from dtorch_core.recorder import recorder_for
-from dtorch_core.reduction import rule
+from dtorch_core.reduction import OPS, rule
 
 T = TypeVar("T")
 Launch = Callable[[float], dist.Work]
 """Starts the c10d collective, which may take so many seconds."""
 Prepared = tuple[Launch, Callable[[], T]]
 """And what gives the call's result once it is done."""
+Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+"""A word of :mod:`dtorch_core.reduction`, or torch's name for it."""
+
+_WORDS = {op.value: word for word, op in _c10d.OPS.items()} | {dist.ReduceOp.PREMUL_SUM.value: "premul_sum"}
+_KNOWN = [op for op in OPS if op != "premul_sum"]
+_OTHER_NAMES = {"mean": "avg", "average": "avg", "prod": "product", "mul": "product", "add": "sum"}
+
+
+def word_of(op: Op) -> str:
+    """torch's ReduceOps as the word for them. Anything else as it is: the check of the call refuses it."""
+    if type(op) is str:
+        return op
+
+    if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        kind: dist.ReduceOp.RedOpType = getattr(op, "op", op)
+        return _WORDS.get(kind.value, str(op))
+
+    return op
 
 
 class GroupCalls:
@@ -116,16 +134,24 @@ class GroupCalls:
 
         return max(0.001, timeout)  # to c10d, zero means "no timeout of its own"
 
-    def _check(self, call: str, x: Tensor, op: str | None = None, root: int | None = None) -> None:
+    def _check(self, call: str, x: Tensor, root: int | None = None) -> None:
         check_tensor(self._label(call), x)
         self._need(x.device.type, call)
-        if op is not None:
-            self._check_op(call, op, x)
-
         if root is not None:
             self._check_rank(call, root)
 
     def _check_op(self, call: str, op: str, x: Tensor) -> None:
+        if not isinstance(op, str):
+            raise TypeError(f"{self._label(call)}: op must be a string ({', '.join(_KNOWN)}), not {op!r}")
+
+        if op not in OPS:
+            word = op.lower()
+            close = _OTHER_NAMES.get(word, word)
+            hint = f" Did you mean {close!r}?" if close in _KNOWN else did_you_mean(word, _KNOWN)
+            raise UnsupportedOperationError(
+                f"{self._label(call)}: there is no reduce op {op!r}.{hint} Known: {', '.join(_KNOWN)}"
+            )
+
         if op in ("band", "bor", "bxor"):
             self._need("bitwise_ops", call)
 

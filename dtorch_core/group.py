@@ -17,7 +17,7 @@ from torch import Tensor
 from dtorch_core import _c10d, _p2p, _scope
 from dtorch_core._context import BackendContext
 from dtorch_core._extras import extras
-from dtorch_core._group_calls import GroupCalls, Prepared
+from dtorch_core._group_calls import GroupCalls, Op, Prepared, word_of
 from dtorch_core._memory import Memory, same_place
 from dtorch_core._opening import open_backend
 from dtorch_core._shapes import (
@@ -61,7 +61,7 @@ class ThreadGroup(GroupCalls):
     def all_reduce(
         self,
         x: Tensor,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         timeout: float | None = None,
@@ -69,14 +69,17 @@ class ThreadGroup(GroupCalls):
     ) -> Any:  # noqa: ANN401 - a Tensor, or a Work of one
         """The reduction of all ranks' ``x``, which have one shape. The rules are in :mod:`dtorch_core.reduction`.
 
+        :param op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor"; torch's ReduceOps stand for them.
         :raises UnsupportedTensorError: if the op has no meaning on this dtype.
         """
-        call = f"all_reduce({describe(x)}, {op})"
+        word = word_of(op)
+        call = f"all_reduce({describe(x)}, {word})"
 
         def prepare() -> Prepared[Tensor]:
-            self._check(call, x, op)
+            self._check(call, x)
+            self._check_op(call, word, x)
             memory = _started_from(self._label(call), out, x)
-            return lambda s: _c10d.all_reduce(self.process_group, memory.tensor, op, s), memory.result
+            return lambda s: _c10d.all_reduce(self.process_group, memory.tensor, word, s), memory.result
 
         return self._run(call, prepare, timeout, async_op)
 
@@ -84,21 +87,23 @@ class ThreadGroup(GroupCalls):
         self,
         x: Tensor,
         dst: int = 0,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:  # noqa: ANN401
         """The reduction of all ranks' ``x`` on rank ``dst``; None on the others, whose ``out`` is left alone."""
-        call = f"reduce({describe(x)}, {op}, dst={dst})"
+        word = word_of(op)
+        call = f"reduce({describe(x)}, {word}, dst={dst})"
 
         def prepare() -> Prepared[Tensor | None]:
-            self._check(call, x, op, dst)
+            self._check(call, x, root=dst)
+            self._check_op(call, word, x)
             # A copy on the other ranks too: some groups leave partial sums there.
             memory = _started_from(self._label(call), out if self.rank == dst else None, x)
             return (
-                lambda s: _c10d.reduce(self.process_group, memory.tensor, op, dst, s),
+                lambda s: _c10d.reduce(self.process_group, memory.tensor, word, dst, s),
                 lambda: memory.result() if self.rank == dst else None,
             )
 
@@ -178,7 +183,7 @@ class ThreadGroup(GroupCalls):
         self,
         x: Tensor,
         dim: int = 0,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         timeout: float | None = None,
@@ -188,10 +193,12 @@ class ThreadGroup(GroupCalls):
 
         Chunks have ``torch.chunk``'s sizes where ``dim`` does not divide; the last ranks' may be empty.
         """
-        call = f"reduce_scatter({describe(x)}, dim={dim}, {op})"
+        word = word_of(op)
+        call = f"reduce_scatter({describe(x)}, dim={dim}, {word})"
 
         def prepare() -> Prepared[Tensor]:
-            self._check(call, x, op)
+            self._check(call, x)
+            self._check_op(call, word, x)
             label = self._label(call)
             parts = _chunks(x, own_dim(label, dim, x), self.world_size)
             self._check_uneven(call, [Shape.of(part) for part in parts])
@@ -199,7 +206,7 @@ class ThreadGroup(GroupCalls):
             in_place = isinstance(out, Tensor) and same_place(out, mine)
             others = parts[: self.rank] + parts[self.rank + 1 :]
             memory = Memory(label, out, Shape.of(mine), x.device, others if in_place else parts)
-            return lambda s: _c10d.reduce_scatter(self.process_group, memory.tensor, parts, op, s), memory.result
+            return lambda s: _c10d.reduce_scatter(self.process_group, memory.tensor, parts, word, s), memory.result
 
         return self._run(call, prepare, timeout, async_op)
 

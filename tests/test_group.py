@@ -324,6 +324,38 @@ class TestCapabilities:
         on_ranks(body)
 
 
+class TestOps:
+    @pytest.mark.parametrize("op", [dist.ReduceOp.MAX, dist.ReduceOp(dist.ReduceOp.MAX), "max"])
+    def test_torchs_reduce_ops_stand_for_their_words(self, op):
+        def body(group):
+            x = torch.arange(4.0) * (1 - 2 * group.rank)
+            reduced, scattered = group.reduce(x, op=op), group.reduce_scatter(x, op=op)
+            assert (reduced is None) == (group.rank == 1)
+            return group.all_reduce(x, op).tolist(), scattered.tolist()
+
+        assert on_ranks(body) == [([0.0, 1.0, 2.0, 3.0], [0.0, 1.0]), ([0.0, 1.0, 2.0, 3.0], [2.0, 3.0])]
+
+    @pytest.mark.parametrize(
+        ("op", "error", "match"),
+        [
+            ("SUM", UnsupportedOperationError, "Did you mean 'sum'"),
+            ("mean", UnsupportedOperationError, "Did you mean 'avg'"),
+            ("prod", UnsupportedOperationError, "Did you mean 'product'"),
+            ("nonsense", UnsupportedOperationError, "no reduce op 'nonsense'. Known: sum, .*bxor$"),
+            (dist.ReduceOp.PREMUL_SUM, UnsupportedOperationError, "needs its factor"),
+            (None, TypeError, "op must be a string .*, not None"),
+            (["sum"], TypeError, "op must be a string"),
+        ],
+    )
+    def test_other_ops_are_refused(self, op, error, match):
+        def body(group):
+            for call in (group.all_reduce, group.reduce, group.reduce_scatter):
+                with pytest.raises(error, match=match):
+                    call(torch.arange(4.0), op=op)
+
+        on_ranks(body)
+
+
 class TestOpening:
     def test_factory_must_give_a_process_group(self):
         def rank(ctx):
