@@ -6,6 +6,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -17,6 +19,9 @@ from dtorch_core.errors import DtorchError, StoreTimeoutError
 
 LONGEST = 1e8
 """Seconds: more than three years, and what the clocks of c10d can still count."""
+
+SHORTEST = 0.01
+"""Seconds that a try has at least, however late it begins."""
 
 RETRY = 0.05
 """Seconds between two tries to reach a server that is not up yet."""
@@ -92,11 +97,17 @@ def _at_url(url: str, rank: int, world_size: int, timeout: float) -> dist.Store:
 
 
 def _at_server(host: str, port: int, serve: bool, limit: timedelta) -> dist.Store:
-    place = f"{host}:{port}"
+    place, deadline = f"{host}:{port}", time.monotonic() + limit.total_seconds()
     if serve and place not in _kept:
         try:
             # Several in one process share the port: with other openings, and with torch's own process group.
-            server = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, multi_tenant=True)
+            server = _in_time(
+                place,
+                deadline,
+                lambda: dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, multi_tenant=True),
+            )
+        except TimeoutError as error:
+            raise _silent(place, limit) from error
         except (RuntimeError, ValueError) as error:
             raise DtorchError(f"rank 0 can't serve the rendezvous at {place}: {_first_line(error)}") from error
 
@@ -104,20 +115,54 @@ def _at_server(host: str, port: int, serve: bool, limit: timedelta) -> dist.Stor
             _kept.setdefault(place, server)
 
     try:
-        _wait_for_server(host, port, time.monotonic() + limit.total_seconds())
-        return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+        _wait_for_server(host, port, deadline)
+    except OSError as error:
+        raise _nobody(place, limit, error) from error
+
+    try:
+        return _in_time(place, deadline, lambda: dist.TCPStore(host, port, None, False, limit, wait_for_workers=False))
+    except TimeoutError as error:
+        raise _silent(place, limit) from error
     except (OSError, RuntimeError) as error:
-        raise StoreTimeoutError(
-            f"no rendezvous at {place} within {seconds(limit.total_seconds())}: {_first_line(error)}. "
-            f"Is rank 0 up, which serves it, and the address right?"
-        ) from error
+        raise _nobody(place, limit, error) from error
+
+
+def _in_time(place: str, deadline: float, call: Callable[[], dist.Store]) -> dist.Store:
+    """What ``call`` returns; TimeoutError at the deadline.
+
+    c10d waits for a server's first word without its timeout, and can't be interrupted there.
+    """
+    outcome: Future[dist.Store] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=f"connecting to {place}", daemon=True).start()
+    return outcome.result(max(deadline - time.monotonic(), SHORTEST))
+
+
+def _nobody(place: str, limit: timedelta, error: Exception) -> StoreTimeoutError:
+    return StoreTimeoutError(
+        f"no rendezvous at {place} within {seconds(limit.total_seconds())}: {_first_line(error)}. "
+        f"Is rank 0 up, which serves it, and the address right?"
+    )
+
+
+def _silent(place: str, limit: timedelta) -> StoreTimeoutError:
+    return StoreTimeoutError(
+        f"no rendezvous at {place} within {seconds(limit.total_seconds())}: something takes the connection there, and "
+        f"does not answer as a rendezvous does. Has another service this port? Use a free one"
+    )
 
 
 def _wait_for_server(host: str, port: int, deadline: float) -> None:
     # Nothing tells when a port of another process begins to listen. TCPStore tries as well, but far beyond its timeout.
     while True:
         try:
-            with socket.create_connection((host, port), max(deadline - time.monotonic(), 0.01)) as line:
+            with socket.create_connection((host, port), max(deadline - time.monotonic(), SHORTEST)) as line:
                 if line.getsockname() != line.getpeername():  # a port that nobody listens on can reach itself
                     return
         except OSError:

@@ -385,6 +385,42 @@ class TestUrl:
         assert "Is rank 0 up" in text
         assert ranks.seconds < SHORT + 1
 
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_port_of_a_service_that_never_answers(self, fake, monkeypatch, rank):
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            place = f"127.0.0.1:{other.getsockname()[1]}"
+            if rank == 0:  # its server is elsewhere: as if the host were another machine's name
+                monkeypatch.setitem(rendezvous._kept, place, dist.HashStore())
+
+            url = f"tcp://{place}"
+            ranks = Ranks([lambda: open_store("x", rank=rank, world_size=2, timeout=SHORT, rendezvous=url)])
+            (text,) = raised(ranks.join(), StoreTimeoutError)
+            left = [thread for thread in threading.enumerate() if thread.name == f"connecting to {place}"]
+
+        assert f"no rendezvous at {place} within 0.3 s: something takes the connection there" in text
+        assert "had not come" not in text
+        assert ranks.seconds < SHORT + 1
+        assert all(thread.daemon for thread in left)
+        for thread in left:  # the service is gone: so is c10d's wait
+            thread.join(PROMPT)
+
+    def test_connecting_counts_against_the_timeout(self, fake, monkeypatch):
+        """A rank that connects late has what is left, and names the rank that is not there: never itself."""
+        wait = rendezvous._wait_for_server
+
+        def slow(*arguments):
+            time.sleep(SHORT)
+            wait(*arguments)
+
+        monkeypatch.setattr(rendezvous, "_wait_for_server", slow)
+        url = f"tcp://127.0.0.1:{free_port()}"
+        ranks = Ranks([lambda: open_store("x", rank=0, world_size=2, timeout=2 * SHORT, rendezvous=url)])
+        (text,) = raised(ranks.join(), StoreTimeoutError)
+        assert "0.6 s: rank 1 had not come" in text
+        assert ranks.seconds < 2 * SHORT + 0.25
+
     def test_port_is_taken(self, fake):
         with socket.socket() as taken:
             taken.bind(("0.0.0.0", 0))
