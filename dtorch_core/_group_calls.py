@@ -39,7 +39,8 @@ def word_of(op: Op) -> str:
         return op
 
     if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        kind: dist.ReduceOp.RedOpType = getattr(op, "op", op)
+        bare: Any = op
+        kind = getattr(bare, "op", bare)  # a ReduceOp holds one, a RedOpType is one
         return _WORDS.get(kind.value, str(op))
 
     return op

@@ -2,23 +2,65 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from dtorch_core import _member
 from dtorch_core.errors import ProtocolError, UnsupportedTensorError
 
 
 def check_publish(key: str, tensor: Tensor, get_count: int) -> None:
     """The rules of :meth:`TensorStore.src_set` that hold for every backend; call it first.
 
+    :raises TypeError: if ``key`` is not a string.
     :raises ProtocolError: if ``get_count`` is below 1.
     :raises UnsupportedTensorError: if it is not a plain, strided, dense tensor; the message says what it is.
     """
+    if type(key) is not str:
+        check_key("src_set", key)
+
     if isinstance(get_count, bool) or not isinstance(get_count, int) or get_count < 1:
         raise ProtocolError(f"src_set({key!r}): get_count must be an int of at least 1, not {get_count!r}")
 
     if not _ordinary(tensor):
         check_tensor(f"src_set({key!r})", tensor)
+
+
+def check_key(call: str, key: str) -> None:
+    """Refuse what is no key; any string is one. ``call`` opens the message.
+
+    :raises TypeError: if it is not a string.
+    """
+    if not isinstance(key, str):
+        raise TypeError(f"{call}: a key is a string, not {key!r}")
+
+
+def check_timeout(call: str, timeout: float) -> float:
+    """Seconds that a wait may take; zero is a look without waiting. ``call`` opens the message.
+
+    :raises TypeError: if it is not a number.
+    :raises ValueError: if it is negative, infinite or not a number by value.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"{call}: timeout must be a number of seconds, not {timeout!r}")
+
+    if not 0 <= timeout < math.inf:
+        raise ValueError(f"{call}: timeout must be a finite number of seconds, at least 0, not {timeout!r}")
+
+    return timeout
+
+
+def check_device(call: str, device: torch.device | str) -> torch.device:
+    """The device, with its index where it is a CUDA device; ``call`` opens the message.
+
+    :raises ValueError: if torch does not know it, or it is not on this machine.
+    """
+    try:
+        return torch.device(_member.normal_device(device))
+    except ValueError as error:
+        raise ValueError(f"{call}: {error}") from None
 
 
 def check_tensor(call: str, tensor: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from dtorch_core import streams
 from dtorch_core._context import BackendContext
 from dtorch_core._opening import open_backend
+from dtorch_core.checks import check_device
 from dtorch_core.checks import check_publish as check_publish
 from dtorch_core.errors import PluginError
 from dtorch_core.joint import FourSteps, Ticket, Work
@@ -39,9 +40,10 @@ _mail: weakref.WeakKeyDictionary[TensorStore, FourStepMail] = weakref.WeakKeyDic
 class TensorStore(ABC):
     """One rank's handle on a store: publish a tensor under a key, N consumers read it.
 
-    Every method is thread-safe. ``timeout`` is in seconds; None means the store's own. Every wait raises
-    :class:`StoreTimeoutError` at its deadline and can then be repeated, :class:`PeerLostError` if what it waits for
-    can't come any more, and :class:`AbortedError` if the store is reset or closed meanwhile.
+    Every method is thread-safe. Keys are strings. ``timeout`` is in seconds; None means the store's own, and zero is
+    a look without waiting. Every wait raises :class:`StoreTimeoutError` at its deadline and can then be repeated,
+    :class:`PeerLostError` if what it waits for can't come any more, and :class:`AbortedError` if the store is reset
+    or closed meanwhile.
     """
 
     def __init__(self, ctx: BackendContext) -> None:
@@ -72,6 +74,8 @@ class TensorStore(ABC):
 
         :param dest_device: a hint: consumers want it there, so it is moved once, on this side.
         :param writable: consumers may write into it until they finish.
+        :raises TypeError: if the key is not a string.
+        :raises ValueError: if there is no such ``dest_device`` here.
         :raises KeyInUseError: if the key is live: set, and not yet waited for.
         :raises ProtocolError: if ``get_count`` is below 1.
         :raises UnsupportedTensorError: if this kind of tensor can't be carried.
@@ -134,8 +138,10 @@ class TensorStore(ABC):
 
         On CUDA the copy is ordered on ``stream`` (the current one of the tensor's device where None). A copy to the
         CPU is complete on return; it waits for the published value and itself, not for the caller's other work.
+
+        :raises ValueError: if there is no such device here; nothing is borrowed then.
         """
-        target = torch.device(device)
+        target = check_device(f"dest_get_to_device({key!r})", device)
         side = stream
         if side is None and target.type == "cpu" and torch.cuda.is_initialized():
             # The caller's current stream may have much queued that this copy does not depend on.

@@ -153,14 +153,16 @@ class TestPublishAndBorrow:
         assert store.calls[0][3] == 3
 
     def test_copy_to_device_ends_the_borrow_when_it_fails(self, store):
-        with pytest.raises((RuntimeError, AssertionError, ValueError)):
-            store.dest_get_to_device("k", "cuda:99")
+        store.value = None  # has no copy
+        with pytest.raises(AttributeError):
+            store.dest_get_to_device("k", "cpu")
 
         assert [call[0] for call in store.calls] == ["get", "finish"]
 
-    def test_copy_to_what_is_no_device_borrows_nothing(self, store):
-        with pytest.raises(RuntimeError):
-            store.dest_get_to_device("k", "nowhere")
+    @pytest.mark.parametrize("device", ["nowhere", "meta", "cuda:99", torch.device("cuda", 99)])
+    def test_copy_to_a_device_that_is_not_there_borrows_nothing(self, store, device):
+        with pytest.raises(ValueError, match=r"dest_get_to_device\('k'\): device .*(nowhere|meta|cuda)"):
+            store.dest_get_to_device("k", device)
 
         assert store.calls == []
 
@@ -252,6 +254,11 @@ class TestCheckPublish:
     def test_get_count_must_be_a_positive_int(self, get_count):
         with pytest.raises(ProtocolError, match="'k'.*get_count"):
             check_publish("k", torch.arange(3), get_count)
+
+    @pytest.mark.parametrize("key", [None, 5, b"k", ("a", 1), ["k"]])
+    def test_keys_are_strings(self, key):
+        with pytest.raises(TypeError, match="src_set: a key is a string, not"):
+            check_publish(key, torch.arange(3), 1)
 
     @pytest.mark.parametrize(
         "tensor",

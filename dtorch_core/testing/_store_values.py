@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
 import warnings
 import weakref
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core.errors import (
+    PeerLostError,
     ProtocolError,
     StoreTimeoutError,
     UnsupportedOperationError,
@@ -282,14 +284,20 @@ class ValueTests(StoreConformance):
         def body(store: TensorStore) -> None:
             if store.rank == 0:
                 store.src_set("k", coded(0, device=self.home), 1)
+                store.barrier()
                 store.src_wait_until_get_finished("k")
                 return
 
+            store.barrier()
             with pytest.raises((RuntimeError, AssertionError, ValueError)):
                 store.dest_get_to_device("k", "cuda:99")
 
             with pytest.raises(ProtocolError):
                 store.dest_finish_get("k")
+
+            # A store that refuses the device before it borrows has left the share to be taken.
+            with contextlib.suppress(StoreTimeoutError, PeerLostError), store.borrow("k", timeout=0):
+                pass
 
         self.ranks(body, 2)
 

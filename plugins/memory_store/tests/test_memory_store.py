@@ -97,6 +97,70 @@ class TestSharing:
         on_ranks(body, 1)
 
 
+class TestArguments:
+    @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99"])
+    def test_device_that_is_not_there_is_refused_by_name(self, device):
+        def body(store):
+            with pytest.raises(ValueError, match=rf"src_set\('k'\): device '{device}'"):
+                store.src_set("k", torch.arange(3), 1, dest_device=device)
+
+            with pytest.raises(ValueError, match=rf"store 'own', empty: device '{device}'"):
+                store.empty((2,), dtype=torch.float32, device=device)
+
+            store.src_set("k", torch.arange(3), 1)
+            with pytest.raises(ValueError, match=rf"dest_get_to_device\('k'\): device '{device}'"):
+                store.dest_get_to_device("k", device)
+
+            assert store.dest_get_to_device("k", "cpu").tolist() == [0, 1, 2]
+
+        on_ranks(body, 1)
+
+    @pytest.mark.parametrize("key", [None, 5, b"k", ["k"]])
+    def test_key_must_be_a_string(self, key):
+        def body(store):
+            for call in (lambda: store.src_set(key, torch.arange(3), 1), lambda: store.dest_get(key)):
+                with pytest.raises(TypeError, match="a key is a string, not"):
+                    call()
+
+        on_ranks(body, 1)
+
+    @pytest.mark.parametrize(
+        ("timeout", "error"),
+        [
+            ("x", TypeError),
+            (True, TypeError),
+            (-3, ValueError),
+            (-0.5, ValueError),
+            (float("nan"), ValueError),
+            (float("inf"), ValueError),
+        ],
+    )
+    def test_timeout_must_be_a_number_of_seconds(self, timeout, error):
+        def body(store):
+            store.src_set("k", torch.arange(3), 1)
+            for call in (
+                lambda: store.barrier(timeout=timeout),
+                lambda: store.reset(timeout=timeout),
+                lambda: store.dest_get("other", timeout=timeout),
+                lambda: store.src_wait_until_get_finished("k", timeout=timeout),
+            ):
+                with pytest.raises(error, match="store 'own', rank 0: timeout must be .* not "):
+                    call()
+
+        on_ranks(body, 1)
+
+    @pytest.mark.parametrize("timeout", [0, 0.0])
+    def test_timeout_of_zero_is_a_look(self, timeout):
+        def body(store):
+            with pytest.raises(StoreTimeoutError):
+                store.dest_get("k", timeout=timeout)
+
+            store.src_set("k", torch.arange(3), 1)
+            assert store.dest_get("k", timeout=timeout).tolist() == [0, 1, 2]
+
+        on_ranks(body, 1)
+
+
 class TestWakeUps:
     @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux: the scheduler's count of wake-ups")
     def test_exchange_wakes_only_the_threads_of_its_key(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
 import weakref
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
-from dtorch_core.checks import check_publish
+from dtorch_core.checks import check_device, check_key, check_publish, check_timeout
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
 from dtorch_memory_store.keys import Publication
@@ -48,14 +49,9 @@ class MemoryTensorStore(TensorStore):
         writable: bool = False,
     ) -> None:
         check_publish(key, tensor, get_count)
-        if dest_device is not None and torch.device(dest_device).type != tensor.device.type:
-            if writable:
-                raise ProtocolError(
-                    f"store {self.name!r}, key {key!r}: writable=True, but dest_device={str(dest_device)!r} "
-                    f"publishes a copy, so what consumers write would not reach the tensor on {tensor.device}"
-                )
-
-            shared, ready = streams.copy_to_device(tensor.detach(), dest_device, stream)
+        target = None if dest_device is None else self._target(key, tensor, dest_device, writable)
+        if target is not None and target.type != tensor.device.type:
+            shared, ready = streams.copy_to_device(tensor.detach(), target, stream)
         else:
             shared = _own_bytes(tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach())
             ready = streams.record(tensor, stream)
@@ -77,6 +73,9 @@ class MemoryTensorStore(TensorStore):
                 queue.wait_event(event)
 
     def dest_get(self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None) -> Tensor:
+        if type(key) is not str:
+            check_key("dest_get", key)
+
         publication = self._session.keys.get(self.rank, key, self._seconds(timeout))
         tensor = publication.tensor
         assert tensor is not None, "a tensor is kept while anybody borrows it"
@@ -104,7 +103,8 @@ class MemoryTensorStore(TensorStore):
         self._session.barrier(self.rank, self._seconds(timeout))
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=self.device if device is None else device)
+        where = self.device if device is None else check_device(f"store {self.name!r}, empty", device)
+        return torch.empty(tuple(size), dtype=dtype, device=where)
 
     def close(self) -> None:
         self._dropped.detach()
@@ -137,7 +137,23 @@ class MemoryTensorStore(TensorStore):
         return self._session.letters.expect(self.rank, src, tag)
 
     def _seconds(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else timeout
+        if timeout is None:
+            return self.timeout
+
+        if type(timeout) is float and 0.0 <= timeout < math.inf:
+            return timeout
+
+        return check_timeout(f"store {self.name!r}, rank {self.rank}", timeout)
+
+    def _target(self, key: str, tensor: Tensor, device: torch.device | str, writable: bool) -> torch.device:
+        """Where the consumers want the tensor."""
+        if writable and str(device).partition(":")[0] != tensor.device.type:
+            raise ProtocolError(
+                f"store {self.name!r}, key {key!r}: writable=True, but dest_device={str(device)!r} "
+                f"publishes a copy, so what consumers write would not reach the tensor on {tensor.device}"
+            )
+
+        return check_device(f"src_set({key!r})", device)
 
 
 def _dropped(session: Session, token: str, rank: int) -> None:
