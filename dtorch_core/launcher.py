@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +62,19 @@ class RankContext:
     ) -> ThreadGroup | None:
         """Open a ThreadGroup over ``ranks`` (all where None), in that order; None on a rank that is not among them.
 
-        :raises ValueError: if ``ranks`` has a rank twice, or one that does not exist.
+        :raises TypeError: if ``ranks`` is no sequence.
+        :raises ValueError: if ``ranks`` is empty, or has a rank twice, or one that does not exist.
         """
         from dtorch_core.group import open_group
 
+        if ranks is not None and (isinstance(ranks, str) or not isinstance(ranks, Iterable)):
+            raise TypeError(f"open_group({name!r}): ranks must be a sequence of ranks, not {ranks!r}")
+
         members = list(range(self.world_size)) if ranks is None else list(ranks)
-        if len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
+        if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
             raise ValueError(
-                f"open_group({name!r}): ranks must be different ones of 0 to {self.world_size - 1}, not {members}"
+                f"open_group({name!r}): ranks must be different ones of 0 to {self.world_size - 1}, at least one, "
+                f"not {members}"
             )
 
         if self.rank not in members:
@@ -129,7 +134,7 @@ def spawn(
     :raises StoreTimeoutError: if ranks have not returned within ``timeout``; they are named.
     :raises UnsupportedOperationError: for ranks as processes, ``torch_distributed`` and ``rng="per-rank"``.
     """
-    _check(fn, world_size, ranks_as, threads_per_process, torch_distributed, rng)
+    _check(fn, world_size, args, ranks_as, threads_per_process, torch_distributed, rng)
     places = _devices(devices, world_size)
     run = Run(lambda scope: fn(RankContext(scope.rank, world_size, places[scope.rank], scope), *args), places)
     registry()  # once here, rather than in every rank at the same time
@@ -163,13 +168,22 @@ def spawn(
 
 
 def _check(
-    fn: object, world_size: int, ranks_as: str, threads_per_process: int, torch_distributed: bool, rng: str
+    fn: object,
+    world_size: int,
+    args: object,
+    ranks_as: str,
+    threads_per_process: int,
+    torch_distributed: bool,
+    rng: str,
 ) -> None:
     if not callable(fn):
         raise TypeError(f"spawn: fn must be callable, not {fn!r}")
 
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"spawn: world_size must be an int of at least 1, not {world_size!r}")
+
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise TypeError(f"spawn: args must be a sequence of what fn takes after its context, as args=(x,), not {args!r}")
 
     if ranks_as not in ("threads", "processes"):
         raise ValueError(f"spawn: ranks_as must be 'threads' or 'processes', not {ranks_as!r}")

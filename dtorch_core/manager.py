@@ -124,8 +124,10 @@ class ThreadGroupManager:
         return f"<ThreadGroupManager {self.name!r} rank {self.rank} of {self.world_size}>"
 
     def _check(self, members: tuple[int, ...]) -> None:
-        if len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
-            raise ValueError(f"{self!r}: needs different ranks of 0 to {self.world_size - 1}, not {list(members)}")
+        if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
+            raise ValueError(
+                f"{self!r}: needs different ranks of 0 to {self.world_size - 1}, at least one, not {list(members)}"
+            )
 
         if self.rank not in members:
             raise ValueError(f"{self!r}: this rank is not one of {rank_list(members)}")

@@ -398,6 +398,8 @@ class TestArguments:
             ({"world_size": True}, ValueError, "at least 1"),
             ({"world_size": 2.0}, ValueError, "at least 1"),
             ({"ranks_as": "fibers"}, ValueError, "'threads' or 'processes'"),
+            ({"args": 5}, TypeError, r"args must be a sequence .* not 5"),
+            ({"args": "ab"}, TypeError, r"args must be a sequence .* not 'ab'"),
             ({"rng": "own"}, ValueError, "'shared' or 'per-rank'"),
             ({"ranks_as": "processes"}, UnsupportedOperationError, "processes"),
             ({"threads_per_process": 2}, UnsupportedOperationError, "threads_per_process"),
@@ -436,8 +438,12 @@ class TestArguments:
 
     def test_group_of_wrong_ranks_is_refused(self):
         def rank(ctx):
-            for ranks in ([0, 0], [2], [-1]):
-                with pytest.raises(ValueError, match="different ones of 0 to 1"):
+            for ranks in ([0, 0], [2], [-1], []):
+                with pytest.raises(ValueError, match="different ones of 0 to 1, at least one, not"):
+                    ctx.open_group("g", ranks)
+
+            for ranks in (5, "01"):
+                with pytest.raises(TypeError, match="must be a sequence of ranks, not"):
                     ctx.open_group("g", ranks)
 
         run_ranks(rank, 2, LIMIT)

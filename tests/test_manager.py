@@ -95,7 +95,7 @@ class TestGroups:
     def test_ranks_that_are_not_there_are_refused(self):
         def body(manager):
             for ranks in ([0, 0], [0, 2], [-1, 0], []):
-                with pytest.raises(ValueError, match="ThreadGroupManager 'manager' rank"):
+                with pytest.raises(ValueError, match="ThreadGroupManager 'manager' rank .* needs different ranks"):
                     manager.get(ranks)
 
             with pytest.raises(ValueError, match=f"this rank is not one of rank {1 - manager.rank}"):
