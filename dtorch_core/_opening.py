@@ -20,7 +20,7 @@ from dtorch_core._meeting import Meeting
 from dtorch_core._reasons import BackendSpec, Kind, Selection
 from dtorch_core._rendezvous import connect, own_line
 from dtorch_core._selector import announce, choose, spec_of
-from dtorch_core._text import describe_error
+from dtorch_core._text import count, describe_error
 from dtorch_core._topology import Member, Topology
 from dtorch_core.errors import NoBackendError, PluginError, ProtocolError
 
@@ -54,6 +54,8 @@ class Request:
     timeout: float
     label: str
     """How messages call it."""
+    opener: str = ""
+    """The backend whose factory asked for this opening, as messages call it."""
 
 
 def open_backend(
@@ -98,7 +100,7 @@ def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever
             rendezvous=dist.PrefixStore("backend", own_line(meeting.store)),
             timeout=request.timeout,
             selection=selection,
-            _open_store=lambda name: _open_nested(request, meeting, name),
+            _open_store=lambda name: _open_nested(request, meeting, selection, name),
         )
         handle = _built(spec_of(selection), context, request.wrap)
         try:
@@ -114,7 +116,7 @@ def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever
     return handle
 
 
-def _open_nested(outer: Request, meeting: Meeting, name: str) -> TensorStore:
+def _open_nested(outer: Request, meeting: Meeting, selection: Selection, name: str) -> TensorStore:
     """A store over the same ranks, which is given up with the opening that it is for."""
     from dtorch_core.store import _checked_store
 
@@ -130,7 +132,10 @@ def _open_nested(outer: Request, meeting: Meeting, name: str) -> TensorStore:
         time.monotonic(),
         parent=meeting,
     )
-    request = replace(outer, kind="store", name=full, wrap=_checked_store, backend=None, label=label)
+    opener = f"{outer.kind} {outer.name!r} ({selection.chosen})"
+    request = replace(
+        outer, kind="store", name=full, wrap=_checked_store, backend=None, label=label, opener=opener
+    )
     store: TensorStore = _open(request, nested)
     return store
 
@@ -169,8 +174,11 @@ def _check(kind: Kind, name: str, rank: int, world_size: int, timeout: float) ->
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{call}: {field} must be an int, not {value!r}")
 
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"{call}: rank {rank} is not one of {world_size} ranks (0 to {world_size - 1})")
+    if world_size < 1:
+        raise ValueError(f"{call}: world_size must be at least 1, not {world_size}")
+
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{call}: rank {rank} is not one of {count(world_size, 'rank')} (0 to {world_size - 1})")
 
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
         raise ValueError(f"{call}: timeout must be a positive number of seconds, not {timeout!r}")
@@ -203,6 +211,9 @@ def _agree(request: Request, meeting: Meeting, topology: Topology) -> Selection:
         raise (NoBackendError if error is None else type(error))(disagreement) from error
 
     if error is not None:
+        if request.opener:
+            raise type(error)(f"the {request.opener} asked for a store over its ranks: {error}") from error
+
         raise error
 
     announce(selection)

@@ -40,6 +40,7 @@ def connect(
 
     :raises ValueError: if the URL can't be read.
     :raises StoreTimeoutError: if the rendezvous' host does not answer within ``timeout`` seconds.
+    :raises DtorchError: if rank 0 can't serve it, or its file can't be used; the system's error is the cause.
     """
     if isinstance(rendezvous, dist.Store):
         return own_line(rendezvous), f"the given {type(rendezvous).__name__}"

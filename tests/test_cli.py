@@ -8,9 +8,10 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 import dtorch_core
-from dtorch_core import _registry, explain, select
+from dtorch_core import _metadata, _registry, explain, select
 from dtorch_core._topology import imagine
 from dtorch_core.cli import _installations, check, doctor, main
 
@@ -277,6 +278,25 @@ class TestExplain:
         assert "best (decided by score)" in out
 
     @pytest.mark.parametrize(
+        ("plugins", "said"),
+        [
+            ("grp,best,local", "best"),
+            ("grp,local", "none (local: several processes). A group that opens one can't be opened here"),
+        ],
+    )
+    def test_group_comes_with_the_store_that_its_ranks_would_get(self, dtorch, site, plugins, said):
+        """Which groups open a store the core does not know: that is no refusal."""
+        site.add("grp-dist", source("grp").replace("tensor_stores", "thread_groups"), plugin="grp")
+        site.env("DTORCH_LOAD_PLUGINS", plugins)
+        status, out, _ = dtorch("explain", "--kind", "group", "--ranks-as", "processes")
+        assert status == 0
+        assert "grp (decided by score)" in out
+        assert out.splitlines()[-1] == f"a store for the same ranks: {said}"
+        facts = json.loads(dtorch("explain", "--kind", "group", "--ranks-as", "processes", "--json")[1])
+        assert facts["chosen"] == "grp"
+        assert (facts["store"]["chosen"] or "none") == said.partition(" ")[0]
+
+    @pytest.mark.parametrize(
         ("arguments", "said"),
         [
             (["--ranks", "0"], "must be a number of at least 1, not '0'"),
@@ -360,6 +380,32 @@ class TestDoctor:
         for name, why in {"bad": "ValueError", "exits": "SystemExit: 3", "one": "two-dist", "two": "one-dist"}.items():
             said = f"plugin {name!r} of {name}-dist 1.0 is broken: "
             assert any(said in problem and why in problem for problem in problems)
+
+    def test_group_without_a_store_for_its_ranks(self, dtorch, site):
+        site.add("grp-dist", source("grp").replace("tensor_stores", "thread_groups"), plugin="grp")
+        one = "Support.yes(1000, 'one process') if topology.same_process else Support.no('several processes')"
+        site.backend("local-dist", "local", one, plugin="local")
+        site.env("DTORCH_LOAD_PLUGINS", "grp,local")
+        _, out, _ = dtorch("doctor")
+        threads, processes, *_ = [" ".join(line.split()) for line in out.splitlines() if " store: " in line]
+        assert "store: local group: grp promise: none" in threads
+        assert "store: none group: grp (if it needs no store) promise: none" in processes
+
+    @pytest.mark.parametrize("installed", [False, True])
+    def test_says_what_to_install(self, dtorch, site, monkeypatch, installed):
+        """A kind without a backend is a hint; without any plugin, nothing can be opened."""
+        everything = _metadata.entry_points
+
+        def only_the_site():
+            sources, problems = everything()
+            return [each for each in sources if installed and each.name == "mine"], problems
+
+        monkeypatch.setattr(_metadata, "entry_points", only_the_site)
+        status, out, _ = dtorch("doctor")
+        assert status == (0 if installed else 1)
+        start = "  " if installed else "  PROBLEM: "
+        assert f"\n{start}No group backend is installed: pip install dtorch-samedevice-group\n" in out
+        assert ("No store backend is installed" in out) is not installed
 
     def test_strict_mode_still_starts(self, dtorch, site):
         site.add("bad-dist", "raise ValueError('at import')", plugin="bad")
@@ -565,6 +611,36 @@ class TestCheck:
         status, out, err = dtorch("check", "mien")
         assert (status, out) == (2, "")
         assert "there is no backend 'mien'. Did you mean 'mine'? Installed: " in err
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("samedevice", "not installed; pip install dtorch-samedevice-group"),
+            ("file", "reserved for processes of one host; no distribution offers it yet"),
+            ("nccl", "reserved for ranks that each have their own GPU; no distribution offers it yet"),
+        ],
+    )
+    def test_known_name_that_is_not_installed(self, dtorch, monkeypatch, name, said):
+        monkeypatch.setattr(_metadata, "entry_points", lambda: ([], []))
+        status, out, err = dtorch("check", name)
+        assert (status, out) == (2, "")
+        assert err == f"dtorch check: error: there is no backend {name!r}: {said}\n"
+
+    def test_name_of_a_disabled_plugin(self, dtorch, site):
+        site.add("mine-dist", source("mine", words={"cpu"}), plugin="mine")
+        site.env("DTORCH_DISABLE_PLUGINS", "mine")
+        status, _, err = dtorch("check", "mine")
+        assert status == 2
+        assert "there is no backend 'mine': " in err and "DTORCH_DISABLE_PLUGINS" in err
+
+    def test_word_whose_tests_were_all_skipped_is_not_held(self, dtorch):
+        pytest.importorskip("dtorch_memory_store")
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device")
+
+        facts = json.loads(dtorch("check", "memory", "--kind", "store", "--json")[1])["store"]
+        assert facts["cpu"]["state"] == "held"
+        assert facts["cuda"]["state"] == "not tested"
 
     def test_name_of_another_kind(self, dtorch, site):
         site.add("mine-dist", source("mine", words={"cpu"}), plugin="mine")

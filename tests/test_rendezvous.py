@@ -24,6 +24,7 @@ from dtorch_core import (
     ProtocolError,
     RankFailedError,
     StoreTimeoutError,
+    open_group,
     open_store,
     refresh,
     spawn,
@@ -234,7 +235,8 @@ class TestInProcess:
             ({"rank": 2}, ValueError, r"rank 2 is not one of 2 ranks \(0 to 1\)"),
             ({"rank": -1}, ValueError, "rank -1 is not one of 2 ranks"),
             ({"rank": True}, TypeError, "rank must be an int, not True"),
-            ({"world_size": 0}, ValueError, "rank 0 is not one of 0 ranks"),
+            ({"world_size": 0}, ValueError, "world_size must be at least 1, not 0"),
+            ({"rank": 1, "world_size": 1}, ValueError, r"rank 1 is not one of 1 rank \(0 to 0\)"),
             ({"world_size": 2.0}, TypeError, "world_size must be an int"),
             ({"timeout": 0}, ValueError, "timeout must be a positive number of seconds, not 0"),
             ({"timeout": float("inf")}, ValueError, "timeout must be a positive number"),
@@ -374,8 +376,10 @@ class TestUrl:
             open_store("x", rank=0, world_size=2, timeout=SHORT, rendezvous=url)
 
     def test_file_that_can_not_be_written(self, fake, tmp_path):
-        with pytest.raises(DtorchError, match="rendezvous file:///.* can't be used: .*no_such_folder"):
+        with pytest.raises(DtorchError, match="rendezvous file:///.* can't be used: .*no_such_folder") as caught:
             open_store("x", rank=0, world_size=2, timeout=SHORT, rendezvous=f"file://{tmp_path}/no_such_folder/file")
+
+        assert isinstance(caught.value.__cause__, FileNotFoundError)
 
     def test_nobody_serves(self, fake):
         url = f"tcp://127.0.0.1:{free_port()}"
@@ -773,6 +777,26 @@ class TestNested:
             assert "rank 1 failed: OSError: no room" in text
 
         assert ranks.seconds < PROMPT
+
+    def test_refusal_says_who_asked_for_the_store(self, site):
+        source = """
+        from dtorch_core import BackendSpec, Support, hookimpl
+
+        def make(ctx):
+            ctx.open_store("data")
+
+        @hookimpl
+        def dtorch_register_thread_groups():
+            return [BackendSpec("needy", f"{__name__}:make", lambda topology: Support.yes(1, "fits"))]
+        """
+        site.add("needy-dist", source, plugin="needy")
+        site.backend("far-dist", "far", "Support.no('too far')", plugin="far")
+        site.env("DTORCH_LOAD_PLUGINS", "needy,far")
+        refresh()
+        calls = [lambda r=r: open_group("g", rank=r, world_size=2, timeout=LONG) for r in range(2)]
+        for text in raised(Ranks(calls).join(), NoBackendError):
+            assert text.startswith("the group 'g' (needy) asked for a store over its ranks: store for 2 ranks")
+            assert "too far" in text
 
     def test_after_the_opening_it_stands_alone(self, fake):
         contexts = {}

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from dtorch_core._reasons import KINDS, BackendSpec, Kind
 from dtorch_core._registry import Registry, registry
+from dtorch_core._selector import explain
 from dtorch_core._text import columns, count, did_you_mean
+from dtorch_core._topology import imagine
 from dtorch_core.errors import BackendConflictError, PluginError
 
 if TYPE_CHECKING:
@@ -97,6 +99,11 @@ def _specs(known: Registry, name: str, kinds: Sequence[Kind]) -> dict[Kind, Back
 
         names = sorted({name for kind in kinds for name in known.offers(kind)})
         what = f"{kinds[0]} backend" if len(kinds) == 1 else "backend"
+        absent = [explain(kind, imagine(1)).verdict(name) for kind in kinds]
+        whys = dict.fromkeys(verdict.why for verdict in absent if verdict is not None)
+        if whys:  # one of ours, a reserved name, or one of a disabled plugin
+            raise argparse.ArgumentTypeError(f"there is no {what} {name!r}: {'; '.join(whys)}")
+
         raise argparse.ArgumentTypeError(
             f"there is no {what} {name!r}.{did_you_mean(name, names)} Installed: {', '.join(names) or 'none'}"
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import dtorch_core
-from dtorch_core import _registry, _topology, recorder
+from dtorch_core import _catalogue, _registry, _topology, recorder
 from dtorch_core._authority import VARIABLES
 from dtorch_core._discovery import DISABLE, LOAD, STRICT, guarded
 from dtorch_core._reasons import KINDS
@@ -104,10 +104,12 @@ def _plugins() -> Finding:
     listing = known.listing()
     rows = [(plugin.name, plugin.state, plugin.label, plugin.why) for plugin in listing]
     broken = [f"plugin {p.name!r} of {p.label} is broken: {p.why}" for p in listing if p.state == "broken"]
+    missing = [kind for kind in KINDS if not any(plugin.names(kind) for plugin in known.plugins)]
+    hints = [_catalogue.install_hint(kind) for kind in missing]
     return Finding(
         [plugin.to_dict() for plugin in listing],
-        columns(rows) or ["no plugin is installed"],
-        broken + problems_of(known),
+        [*columns(rows), *hints] if listing else ["no plugin is installed"],
+        broken + problems_of(known) + ([] if listing else hints),  # alone, the core can open nothing
     )
 
 
@@ -161,7 +163,9 @@ def _selection() -> Finding:
         chosen = []
         for kind in KINDS:
             selection, refusal = choose(kind, topology)
-            chosen.append(f"{kind}: {selection.chosen or 'none'}")
+            # A group may open a store over its ranks; whether it does is not known before.
+            storeless = kind == "group" and selection.chosen is not None and chosen[0] == "store: none"
+            chosen.append(f"{kind}: {selection.chosen or 'none'}{' (if it needs no store)' if storeless else ''}")
             facts.setdefault(topology.summary(), {})[kind] = selection.chosen
             asked = os.environ.get(VARIABLES[kind], "").strip()
             # Not to fit some ranks is no fault of a backend; not to be usable at all is.

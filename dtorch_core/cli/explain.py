@@ -10,6 +10,7 @@ from typing import TextIO
 from dtorch_core import _topology
 from dtorch_core._reasons import KINDS, Kind, Selection
 from dtorch_core._selector import choose
+from dtorch_core._text import one_line
 from dtorch_core._topology import Topology
 from dtorch_core.errors import DtorchError
 
@@ -35,11 +36,18 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     topology = imagined(options)
     kinds: tuple[Kind, ...] = KINDS if options.kind is None else (options.kind,)
     choices = {kind: choose(kind, topology, backend=options.backend) for kind in kinds}
+    # A group may open a store over its ranks; whether it does is its own matter, and not known before.
+    store = choose("store", topology) if options.kind == "group" and choices["group"][1] is None else None
     if options.json:
         facts = {kind: _to_dict(*choice) for kind, choice in choices.items()}
+        if store is not None:
+            facts["group"]["store"] = _to_dict(*store)
+
         print(json.dumps(facts if options.kind is None else facts[options.kind], indent=2), file=out)
     else:
         print("\n\n".join(_text(*choice) for choice in choices.values()), file=out)
+        if store is not None:
+            print(f"a store for the same ranks: {_store(*store)}", file=out)
 
     return 0 if all(refusal is None for _, refusal in choices.values()) else 1
 
@@ -62,6 +70,15 @@ def _text(selection: Selection, refusal: DtorchError | None) -> str:
     table, refused = str(selection), "" if refusal is None else str(refusal)
     # A refusal for want of any that fits begins with the table.
     return refused if refused.startswith(table) else f"{table}\n{refused}".rstrip()
+
+
+def _store(selection: Selection, refusal: DtorchError | None) -> str:
+    if refusal is None:
+        return str(selection.chosen)
+
+    noes = [f"{verdict.name}: {verdict.why}" for verdict in selection.verdicts if verdict.state in ("no", "broken")]
+    why = "; ".join(noes) if noes and selection.asked_by == "score" else one_line(str(refusal))
+    return f"none ({why}). A group that opens one can't be opened here"
 
 
 def _to_dict(selection: Selection, refusal: DtorchError | None) -> dict[str, object]:
