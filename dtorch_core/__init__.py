@@ -126,7 +126,14 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+
+        raise ModuleNotFoundError(f"{__name__}.{name} needs torch: pip install torch", name="torch") from error
+
     globals()[name] = value
     return value
 

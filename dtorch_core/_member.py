@@ -29,13 +29,13 @@ def normal_device(device: str | torch.device | None) -> str:
     try:
         parsed = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device {device!r} is not one that torch knows: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"device {device!r}: a rank's is 'cpu' or 'cuda:N' ({str(error).splitlines()[0]})") from None
 
     if parsed.type == "cpu":
         return "cpu"
 
     if parsed.type != "cuda":
-        raise ValueError(f"device {device!r}: ranks use 'cpu' or 'cuda:N'")
+        raise ValueError(f"device {device!r}: a rank's is 'cpu' or 'cuda:N'")
 
     if not torch.cuda.is_available():
         raise ValueError(f"device {device!r}: this torch ({torch.__version__}) sees no CUDA device")

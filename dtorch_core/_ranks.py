@@ -144,10 +144,8 @@ class Run:
             return ""
 
         names = ", ".join(repr(f"rank {rank}") for rank in self.busy)
-        return (
-            f"; {rank_list(self.busy)} did not return within {seconds(GRACE)} and was left behind as a daemon "
-            f"thread ({names})"
-        )
+        left = "was left behind as a daemon thread" if len(self.busy) == 1 else "were left behind as daemon threads"
+        return f"; {rank_list(self.busy)} did not return within {seconds(GRACE)} and {left} ({names})"
 
     def _rank(self, rank: int) -> None:
         error: BaseException | None = None

@@ -13,7 +13,7 @@ from dtorch_core import _member, _scope
 from dtorch_core._ranks import Run, intra_op
 from dtorch_core._registry import registry
 from dtorch_core._scope import Scope
-from dtorch_core._text import rank_list, seconds
+from dtorch_core._text import count, rank_list, seconds
 from dtorch_core.errors import (
     AbortedError,
     DtorchError,
@@ -206,7 +206,10 @@ def _devices(devices: str | torch.device | Sequence[str | torch.device] | None, 
         return [_member.normal_device(devices)] * world_size
 
     if len(devices) != world_size:
-        raise ValueError(f"spawn: devices names {len(devices)} devices for {world_size} ranks; give one, or one each")
+        raise ValueError(
+            f"spawn: devices names {count(len(devices), 'device')} for {count(world_size, 'rank')}; "
+            f"give one, or one each"
+        )
 
     return [_member.normal_device(device) for device in devices]
 

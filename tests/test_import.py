@@ -76,6 +76,14 @@ class TestNames:
         with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
             dtorch_core.no_such_name  # noqa: B018
 
+    @pytest.mark.parametrize("name", ["spawn", "open_store", "redistribute"])
+    def test_name_that_needs_torch_says_so(self, name):
+        code = f"import sys; sys.modules['torch'] = None\nfrom dtorch_core import {name}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.stderr.splitlines()[-1] == (
+            f"ModuleNotFoundError: dtorch_core.{name} needs torch: pip install torch"
+        )
+
     def test_version_is_the_installed_one(self):
         import importlib_metadata
 

@@ -219,6 +219,25 @@ class TestFailure:
         assert late.wait(LIMIT)
         threads[0].join(LIMIT)
 
+    def test_busy_ranks_are_left_behind_as_threads(self):
+        def rank(ctx):
+            if ctx.rank == 1:
+                raise ValueError("first")
+
+            threads.append(threading.current_thread())
+            release.wait(LIMIT)
+
+        threads, release = [], threading.Event()
+        try:
+            with pytest.raises(
+                RankFailedError, match=r"rank 0, rank 2 did not .* and were left behind as daemon threads \('rank 0', "
+            ):
+                run_ranks(rank, 3, LIMIT)
+        finally:
+            release.set()
+            for thread in threads:
+                thread.join(LIMIT)
+
     def test_failure_in_a_nested_spawn_names_both_ranks(self):
         def inner(ctx):
             if ctx.rank == 1:
@@ -405,8 +424,9 @@ class TestArguments:
             ({"threads_per_process": 2}, UnsupportedOperationError, "threads_per_process"),
             ({"torch_distributed": True}, UnsupportedOperationError, "torch_distributed"),
             ({"rng": "per-rank"}, UnsupportedOperationError, "per-rank"),
-            ({"devices": ["cpu"]}, ValueError, "names 1 devices for 2 ranks"),
+            ({"devices": ["cpu"]}, ValueError, "names 1 device for 2 ranks"),
             ({"devices": "tpu:0"}, ValueError, "tpu"),
+            ({"devices": "banana"}, ValueError, "device 'banana': a rank's is 'cpu' or 'cuda:N'"),
             ({"devices": "mps"}, ValueError, "'cpu' or 'cuda:N'"),
         ],
         ids=repr,
