@@ -36,7 +36,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dtorch_core
-from dtorch_core import TensorFuture, make_promise, spawn
+from dtorch_core import DtorchError, RankFailedError, TensorFuture, make_promise, spawn
 from dtorch_core.cli import main as dtorch
 
 TOLERANCE = 1e-5
@@ -64,10 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_neighbours(parallel, topics, sentences)
 
     heading("Against the same model on one rank")
-    alone, times_alone = embed_alone(work, options.device, model_path)
+    threads = traffic[0].threads
+    alone, times_alone = embed_alone(work, options.device, model_path, threads)
     difference = (parallel - alone).abs().max().item()
     print(f"largest difference    {difference:.1e} (must be below {TOLERANCE:.0e})")
     print(f"time per batch        {milliseconds(times)} on {options.ranks} ranks, {milliseconds(times_alone)} on one")
+    print(f"                      (the mean after a first batch; intra-op threads of each rank: {threads})")
     show_traffic(traffic, len(work))
     return 0 if difference < TOLERANCE else 1
 
@@ -123,16 +125,22 @@ def value(future: TensorFuture, run: Future[list[Traffic]]) -> Tensor:
     return embeddings.cpu()
 
 
-def embed_alone(work: Sequence[Tensor], device: str, model_path: Path) -> tuple[Tensor, list[float]]:
-    """The embeddings of all batches from the whole model, and the seconds that each batch took."""
+def embed_alone(
+    work: Sequence[Tensor], device: str, model_path: Path, threads: int
+) -> tuple[Tensor, list[float]]:
+    """The embeddings of all batches from the whole model, and the seconds from each batch's result to the next."""
     model = MiniLM({name: weight.to(device) for name, weight in read_weights(model_path).items()})
     embeddings, times = [], []
-    for tokens in tqdm(work, "one rank", unit=" batches"):
-        start = time.perf_counter()
-        embeddings.append(model(tokens.to(device)).cpu())
-        times.append(time.perf_counter() - start)
+    own_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)  # as many as each of the ranks had
+    try:
+        for tokens in tqdm(work, "one rank", unit=" batches"):
+            embeddings.append(model(tokens.to(device)).cpu())
+            times.append(time.perf_counter())
+    finally:
+        torch.set_num_threads(own_threads)
 
-    return torch.cat(embeddings), times[1:]  # the first batch warms up
+    return torch.cat(embeddings), [after - before for before, after in pairwise(times)]
 
 
 def show_neighbours(embeddings: Tensor, topics: Sequence[str], sentences: Sequence[str]) -> None:
@@ -158,12 +166,25 @@ def show_traffic(traffic: Sequence[Traffic], batch_count: int) -> None:
 
 
 def milliseconds(times: Sequence[float]) -> str:
-    return f"{statistics.median(times) * 1e3:.0f} ms" if times else "(a single batch)"
+    return f"{statistics.fmean(times) * 1e3:.0f} ms" if times else "(a single batch)"
 
 
 def heading(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
+def run() -> int:
+    """:func:`main`; what is wrong with how it was called is said in one line."""
+    try:
+        return main()
+    except (DtorchError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, RankFailedError) else error
+        if not isinstance(cause, (DtorchError, ValueError)):
+            raise  # a rank's own failure: its traceback says where
+
+        print(f"{Path(__file__).name}: {cause}", file=sys.stderr)
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

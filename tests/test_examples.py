@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -77,9 +78,42 @@ class TestMiniLM:
         assert "[Partial(sum)] to [Replicate] on the mesh [0, 1, 2, 3]: 1 communication step\n" in done.stdout
         assert "48 of 48 sentences have a neighbour of their own topic" in done.stdout
         assert re.search(r"largest difference +\d\.\de-\d+ ", done.stdout)
-        assert re.search(r"time per batch +\d+ ms on 4 ranks", done.stdout)
+        assert re.search(r"time per batch +\d+ ms on 4 ranks, \d+ ms on one\n.*of each rank: \d+\)", done.stdout)
         assert re.search(r"bytes exchanged +\d+\.\d MB", done.stdout)
         assert "Warning" not in done.stderr
+
+    @pytest.mark.parametrize(
+        ("variable", "value", "said"),
+        [
+            ("DEVICE", "banana", "device 'banana': a rank's is 'cpu' or 'cuda:N'"),
+            ("DEVICE", "cuda:99", "device 'cuda:99': "),
+            ("DTORCH_TENSOR_STORE", "nosuch", "there is no store backend 'nosuch' (asked for by environment"),
+        ],
+    )
+    def test_what_is_not_there_is_said_in_one_line(
+        self, minilm: ModuleType, variable: str, value: str, said: str
+    ) -> None:
+        command = [sys.executable, "-W", "ignore:Failed to initialize NumPy", str(minilm.__file__)]
+        environment = {**os.environ, variable: value}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"minilm_tensor_parallel.py: {said}")
+        assert done.stderr.count("\n") == 1
+
+    def test_both_ways_are_timed_alike(self, minilm: ModuleType) -> None:
+        """A first batch warms up, and one rank has as many intra-op threads as each of several had."""
+        work = minilm.batches(list(zip(*minilm.read_sentences(), strict=True))[1], 24, minilm.get_model_path())
+        seen = []
+        model = minilm.MiniLM.__call__
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(minilm.MiniLM, "__call__", lambda *of: seen.append(torch.get_num_threads()) or model(*of))
+            own = torch.get_num_threads()
+            _, times, traffic = minilm.embed_on_ranks(work, 3, "cpu", minilm.get_model_path())
+            _, times_alone = minilm.embed_alone(work, "cpu", minilm.get_model_path(), traffic[0].threads)
+
+        assert len(times) == len(times_alone) == len(work) - 1
+        assert set(seen) == {rank.threads for rank in traffic}
+        assert torch.get_num_threads() == own
 
     @pytest.mark.parametrize("ranks", ["1", "3"])
     def test_demo_runs_on_any_number_of_ranks_that_divides_the_heads(self, minilm: ModuleType, ranks: str) -> None:

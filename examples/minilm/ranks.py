@@ -31,8 +31,10 @@ class Request:
 
 @dataclass
 class Traffic:
-    """Bytes that one rank exchanged with the others."""
+    """Bytes that one rank exchanged with the others, and the threads that it computed with."""
 
+    threads: int
+    """Intra-op threads."""
     weights: int = 0
     """Its part of the weights, once."""
     tokens: int = 0
@@ -50,7 +52,7 @@ def serve(ctx: RankContext, model_path: Path, requests: SimpleQueue[Request | No
         print(f"{store.selection}\n\n{group.selection}\n\n{plan}\n", flush=True)
 
     weights = scatter_weights(read_weights(model_path) if ctx.rank == 0 else None, store)
-    traffic = Traffic(weights=sum(part.nbytes for part in weights.values()))
+    traffic = Traffic(torch.get_num_threads(), weights=sum(part.nbytes for part in weights.values()))
 
     def sum_over_ranks(term: Tensor) -> Tensor:
         traffic.sums += term.nbytes
