@@ -160,7 +160,7 @@ def _selection() -> Finding:
     rows = []
     problems: dict[str, None] = {}
     for topology in _here():
-        chosen = []
+        chosen: list[str] = []
         for kind in KINDS:
             selection, refusal = choose(kind, topology)
             # A group may open a store over its ranks; whether it does is not known before.
