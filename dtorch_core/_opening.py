@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import torch.distributed as dist
 
-from dtorch_core import _member, _scope
+from dtorch_core import _hand_made, _member, _scope
 from dtorch_core._authority import asked_for
 from dtorch_core._context import BackendContext
 from dtorch_core._discovery import guarded
@@ -53,7 +53,9 @@ class Request:
     backend: str | None
     timeout: float
     label: str
-    """How messages call it."""
+    """How messages call the opening."""
+    shown: str = ""
+    """How messages call what is opened, where that is not its own kind and name."""
     opener: str = ""
     """The backend whose factory asked for this opening, as messages call it."""
 
@@ -101,6 +103,7 @@ def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever
             timeout=request.timeout,
             selection=selection,
             _open_store=lambda name: _open_nested(request, meeting, selection, name),
+            label=request.shown or f"{request.kind} {request.name!r}",
         )
         handle = _built(spec_of(selection), context, request.wrap)
         try:
@@ -109,9 +112,9 @@ def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever
             guarded(handle.close)
             raise
 
-    scope = _scope.current()
-    if scope is not None and callable(getattr(handle, "abort", None)):
-        scope.add(handle)  # type: ignore[arg-type]
+    if callable(getattr(handle, "abort", None)):
+        scope = _scope.current()
+        (_hand_made.watch if scope is None else scope.add)(handle)  # type: ignore[arg-type]
 
     return handle
 
@@ -133,8 +136,9 @@ def _open_nested(outer: Request, meeting: Meeting, selection: Selection, name: s
         parent=meeting,
     )
     opener = f"{outer.kind} {outer.name!r} ({selection.chosen})"
+    shown = outer.shown or f"{outer.kind} {outer.name!r}"
     request = replace(
-        outer, kind="store", name=full, wrap=_checked_store, backend=None, label=label, opener=opener
+        outer, kind="store", name=full, wrap=_checked_store, backend=None, label=label, shown=shown, opener=opener
     )
     store: TensorStore = _open(request, nested)
     return store
