@@ -34,6 +34,8 @@ class BackendContext:
     selection: Selection
     """Why this backend was chosen."""
     _open_store: Callable[[str], TensorStore] = field(repr=False, compare=False)
+    label: str = ""
+    """How messages call what is opened: ``group 'world'``, also where it is a store that this group's backend opens."""
 
     def open_store(self, name: str) -> TensorStore:
         """Open a TensorStore over the same ranks, chosen by the core. Collective, as :func:`dtorch_core.open_store`."""

@@ -108,7 +108,7 @@ class FourSteps:
             if store.rank == 0 and store.world_size > 1:
                 _say(store, f"joint/{key}/end", _end(reason, retired=True), store.world_size - 1)  # they wait for it
 
-            raise AbortedError(f"store {store.name!r}, rank {store.rank}, {key}: {reason}")
+            raise AbortedError(f"{store.label}, rank {store.rank}, {key}: {reason}")
 
         offer = Offer(store.rank, note, tuple(tensors))
         heard = [offer]
@@ -140,7 +140,7 @@ class FourSteps:
             _say(store, f"joint/retired/{store.rank}", {"reason": reason}, store.world_size - 1)
 
         for future in pending:
-            self._settle(future, AbortedError(f"store {store.name!r}, rank {store.rank}: {reason}"))
+            self._settle(future, AbortedError(f"{store.label}, rank {store.rank}: {reason}"))
 
     def _settle(self, future: Future[Done], outcome: Done | BaseException) -> None:
         with self._lock:
@@ -187,7 +187,7 @@ class FourSteps:
         if end["retired"]:
             # What is published stays so, perhaps unread: the store is of no more use to its group.
             self._retired = self._retired or end["text"]
-            raise AbortedError(f"store {store.name!r}, rank {store.rank}, {key}: {end['text']}")
+            raise AbortedError(f"{store.label}, rank {store.rank}, {key}: {end['text']}")
 
         for number in range(len(offer.tensors)):
             store.src_wait_until_get_finished(f"{key}/{offer.rank}/{number}", stream=stream)
@@ -221,7 +221,7 @@ class FourSteps:
             store.src_wait_until_get_finished(f"{key}/end")
 
         if reason is not None:
-            raise AbortedError(f"store {store.name!r}, rank 0, {key}: {reason}")
+            raise AbortedError(f"{store.label}, rank 0, {key}: {reason}")
 
         if error is not None:
             raise error
@@ -246,10 +246,10 @@ class _ThreadTicket(Ticket):
         try:
             error = self._outcome(timeout)
         except TimeoutError:
-            rank, name = self._store.rank, self._store.name
+            rank, label = self._store.rank, self._store.label
             late = f"{self._missing()} after {seconds(timeout)}"
             self._steps.retire(self._store, f"rank {rank} gave up on {self._key}: {late}")
-            raise StoreTimeoutError(f"store {name!r}, rank {rank}, {self._key}: {late}") from None
+            raise StoreTimeoutError(f"{label}, rank {rank}, {self._key}: {late}") from None
 
         if error is not None:
             raise copy_of(error)

@@ -183,7 +183,7 @@ def _check(
         raise ValueError(f"spawn: world_size must be an int of at least 1, not {world_size!r}")
 
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise TypeError(f"spawn: args must be a sequence of what fn takes after its context, as args=(x,), not {args!r}")
+        raise TypeError(f"spawn: args must be a sequence of what fn takes after its context, not {args!r}")
 
     if ranks_as not in ("threads", "processes"):
         raise ValueError(f"spawn: ranks_as must be 'threads' or 'processes', not {ranks_as!r}")

@@ -78,7 +78,7 @@ class FourStepMail:
         """As :meth:`TensorStore.expect`."""
         if src is None:
             raise UnsupportedOperationError(
-                f"store {store.name!r} (backend {store.backend!r}) can't wait for any source at once; name one (src=)"
+                f"{store.label} (backend {store.backend!r}) can't wait for any source at once; name one (src=)"
             )
 
         with self._lock:
@@ -176,6 +176,6 @@ class _KeyReceipt(Receipt):
 
     def _late(self, timeout: float) -> str:
         return (
-            f"store {self._store.name!r}, rank {self._store.rank}, recv from rank {self._src} (tag {self._tag}): "
+            f"{self._store.label}, rank {self._store.rank}, recv from rank {self._src} (tag {self._tag}): "
             f"rank {self._src} had not sent it after {seconds(timeout)}"
         )

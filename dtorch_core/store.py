@@ -55,6 +55,12 @@ class TensorStore(ABC):
         self.selection = ctx.selection
         self.backend = ctx.selection.chosen or ""
         self.timeout = ctx.timeout
+        self._shown = ctx.label
+
+    @property
+    def label(self) -> str:
+        """How messages call it: ``store 'x'``, or ``group 'x'`` where it is the store under a group."""
+        return getattr(self, "_shown", "") or f"store {self.name!r}"
 
     @abstractmethod
     def src_set(

@@ -1,6 +1,7 @@
 """The samedevice group: the contract of every group, and what is this one's own: its c10d surface."""
 
 import inspect
+import os
 import random
 import threading
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from dtorch_core import (
     AbortedError,
     CollectiveMismatchError,
+    PeerLostError,
     StoreTimeoutError,
     UnsupportedOperationError,
     UnsupportedTensorError,
@@ -324,6 +326,36 @@ class TestArguments:
                     pg.allreduce([torch.zeros(2).to(dtype)])
 
             pg.barrier().wait()
+
+        on_ranks(body)
+
+
+class TestMessages:
+    """They speak of the group that the ranks opened, not of the store under it."""
+
+    def test_late_rank_is_late_for_the_group(self):
+        def body(pg, group):
+            if group.rank == 0:
+                with pytest.raises(StoreTimeoutError, match="^group 'own', rank 0, .*rank 1 had not come") as caught:
+                    group.all_reduce(part(0, 3), timeout=0.1)
+
+                assert "store" not in str(caught.value).partition("\n")[0]
+                done.set()
+
+            assert done.wait(LIMIT)
+
+        done = threading.Event()
+        on_ranks(body)
+
+    def test_rank_that_left_has_left_the_group(self):
+        def body(pg, group):
+            if group.rank == 0:
+                said = rf"^group 'own', rank 0, .*rank 1 \(pid {os.getpid()}\) has left group 'own' \(closed it or ret"
+                with pytest.raises(PeerLostError, match=said):
+                    group.all_reduce(part(0, 3))
+
+                with pytest.raises(PeerLostError, match="^group 'own', rank 0, recv from rank 1 .*has left group"):
+                    group.recv(src=1)
 
         on_ranks(body)
 

@@ -159,7 +159,7 @@ class MemoryReceipt(Receipt):
             others = presence.others(self.rank)
             who = f"none of {rank_list(others)} had" if self.src is None else f"rank {self.src} had not"
             raise StoreTimeoutError(
-                f"store {presence.name!r}, rank {self.rank}, {self.what}: {who} sent it after {seconds(timeout)}"
+                f"{presence.label}, rank {self.rank}, {self.what}: {who} sent it after {seconds(timeout)}"
             )
 
         streams.order_after(message.ready, message.tensor, stream)

@@ -18,8 +18,9 @@ from dtorch_memory_store.waiting import Failure
 class Presence:
     """The ranks of one opening."""
 
-    def __init__(self, name: str, world_size: int) -> None:
-        self.name = name
+    def __init__(self, label: str, world_size: int) -> None:
+        self.label = label
+        """How messages call the opening: the store, or the group that it is for."""
         self.world_size = world_size
         self.mutex = threading.Lock()
         self.closed: set[int] = set()
@@ -30,11 +31,11 @@ class Presence:
 
     def me(self, rank: int) -> str:
         """Begins a message about a rank."""
-        return f"store {self.name!r}, rank {rank}"
+        return f"{self.label}, rank {rank}"
 
     def at(self, key: str) -> str:
         """Begins a message about a key."""
-        return f"store {self.name!r}, key {key!r}"
+        return f"{self.label}, key {key!r}"
 
     def others(self, rank: int) -> set[int]:
         """Every rank but one."""
@@ -55,7 +56,7 @@ class Presence:
         # A death first: whoever ends the run because of it aborts the other ranks' handles as well.
         if self.died:
             dead, why = next(iter(self.died.items()))
-            text = f"{self.me(rank)}, {what}: rank {dead} (pid {os.getpid()}) was lost: {why}; open the store anew"
+            text = f"{self.me(rank)}, {what}: rank {dead} (pid {os.getpid()}) was lost: {why}; open {self.label} anew"
             return lambda: PeerLostError(text)
 
         if self.aborted is not None:
@@ -71,8 +72,9 @@ class Presence:
 
     def lost(self, rank: int, gone: Iterable[int], what: str) -> Failure:
         """The failure of a wait that ranks which closed their handles could have satisfied."""
+        ranks = list(gone)
         text = (
-            f"{self.me(rank)}, {what}: {rank_list(gone)} (pid {os.getpid()}) closed the store, and no remaining rank "
-            f"can do it"
+            f"{self.me(rank)}, {what}: {rank_list(ranks)} (pid {os.getpid()}) {'has' if len(ranks) == 1 else 'have'} "
+            f"left {self.label} (closed it or returned), so nobody can satisfy this wait any more"
         )
         return lambda: PeerLostError(text)

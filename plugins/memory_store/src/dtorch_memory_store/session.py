@@ -14,8 +14,8 @@ from dtorch_memory_store.waiting import Failure, Waiter, settle, wake
 class Session:
     """Keys, gates, joint work and letters of the same ranks, under one mutex."""
 
-    def __init__(self, name: str, world_size: int) -> None:
-        self.presence = Presence(name, world_size)
+    def __init__(self, label: str, world_size: int) -> None:
+        self.presence = Presence(label, world_size)
         self._joined: set[int] = set()
         self._reset = Gate("reset", self.presence)
         self._barrier = Gate("barrier", self.presence, elsewhere=self._reset.here)
@@ -39,7 +39,7 @@ class Session:
 
         def drop() -> list[Waiter]:
             # Not those in reset(): it is they who did it.
-            text = f"store {self.presence.name!r}: it was reset meanwhile"
+            text = f"{self.presence.label}: it was reset meanwhile"
             woken = settle(self.keys.waiters(), lambda _: lambda: AbortedError(text))
             woken += self._barrier.end(lambda _: lambda: AbortedError(text))
             dropped.extend(self.keys.drop())

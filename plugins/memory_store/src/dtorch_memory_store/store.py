@@ -30,7 +30,7 @@ class MemoryTensorStore(TensorStore):
         super().__init__(ctx)
         # Whoever comes first names the session; the rendezvous says which one all of them share.
         self._token = ctx.rendezvous.compare_set("session", "", uuid.uuid4().hex).decode()
-        self._session = _sessions.setdefault(self._token, Session(ctx.name, ctx.world_size))
+        self._session = _sessions.setdefault(self._token, Session(self.label, ctx.world_size))
         if self._session.join(ctx.rank):
             ctx.rendezvous.delete_key("session")  # everybody has read it
 
@@ -103,7 +103,7 @@ class MemoryTensorStore(TensorStore):
         self._session.barrier(self.rank, self._seconds(timeout))
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-        where = self.device if device is None else check_device(f"store {self.name!r}, empty", device)
+        where = self.device if device is None else check_device(f"{self.label}, empty", device)
         return torch.empty(tuple(size), dtype=dtype, device=where)
 
     def close(self) -> None:
@@ -143,13 +143,13 @@ class MemoryTensorStore(TensorStore):
         if type(timeout) is float and 0.0 <= timeout < math.inf:
             return timeout
 
-        return check_timeout(f"store {self.name!r}, rank {self.rank}", timeout)
+        return check_timeout(f"{self.label}, rank {self.rank}", timeout)
 
     def _target(self, key: str, tensor: Tensor, device: torch.device | str, writable: bool) -> torch.device:
         """Where the consumers want the tensor."""
         if writable and str(device).partition(":")[0] != tensor.device.type:
             raise ProtocolError(
-                f"store {self.name!r}, key {key!r}: writable=True, but dest_device={str(device)!r} "
+                f"{self.label}, key {key!r}: writable=True, but dest_device={str(device)!r} "
                 f"publishes a copy, so what consumers write would not reach the tensor on {tensor.device}"
             )
 
