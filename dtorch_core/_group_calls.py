@@ -74,7 +74,7 @@ class GroupCalls:
             _notes.refuse(self.process_group, call, error)
             raise
 
-        work = Work(None, lambda _: self._launch(call, prepare, seconds), seconds, self.device, record)
+        work = Work(call, None, lambda _: self._launch(call, prepare, seconds), seconds, self.device, record)
         return work if async_op else work.result()
 
     def _exchange(
@@ -101,7 +101,7 @@ class GroupCalls:
             with notes.place:
                 return self._launch(call, lambda: prepare(texts), seconds)
 
-        work = Work(notes, start, seconds, self.device, record)
+        work = Work(call, notes, start, seconds, self.device, record)
         return work if async_op else work.result()
 
     def _launch(self, call: str, prepare: Callable[[], Prepared[T]], seconds: float) -> Started[T]:

@@ -40,12 +40,14 @@ class Work(Generic[T]):
 
     def __init__(
         self,
+        call: str,
         notes: Notes | None,
         start: Callable[[Sequence[str]], Started[T]],
         timeout: float,
         device: str,
         record: Record | None = None,
     ) -> None:
+        self._call = call
         self._notes, self._start, self._timeout, self._record = notes, start, timeout, record
         self._device = torch.device(device)
         self._started: Future[Started[T]] = Future()
@@ -91,6 +93,12 @@ class Work(Generic[T]):
         """What the blocking call returns; waits for it."""
         self.wait()
         return self._started.result()[1]()
+
+    def __repr__(self) -> str:
+        if self._started.done() and (error := self._started.exception()) is not None:
+            return f"<Work {self._call}: failed with {type(error).__name__}>"
+
+        return f"<Work {self._call}: {'over' if self.is_completed() else 'under way'}>"
 
     def is_completed(self) -> bool:
         """It is over, well or not."""

@@ -337,7 +337,7 @@ class ThreadGroup(GroupCalls):
         self._check(call, x)
         self._check_p2p(call, dst, tag)
         sent = _p2p.send(self.process_group, x.detach(), dst, tag, seconds)
-        work = Work(None, lambda _: (sent, lambda: None), seconds, self.device, record)
+        work = Work(call, None, lambda _: (sent, lambda: None), seconds, self.device, record)
         return work if async_op else work.result()
 
     def recv(
@@ -362,7 +362,7 @@ class ThreadGroup(GroupCalls):
             check_written(f"{self._label(call)}, out=", out)
 
         received = _p2p.receive(self.process_group, self.device, src, tag, out, seconds)
-        work = Work(None, lambda _: (received, lambda: received.result()[0]), seconds, self.device, record)
+        work = Work(call, None, lambda _: (received, lambda: received.result()[0]), seconds, self.device, record)
         if async_op:
             return work
 

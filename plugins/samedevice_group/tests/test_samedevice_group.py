@@ -360,6 +360,29 @@ class TestMessages:
         on_ranks(body)
 
 
+    def test_work_says_which_call_it_is_and_whether_it_is_over(self):
+        def body(pg, group):
+            here.wait(LIMIT)
+            if group.rank == 1:
+                assert told.wait(LIMIT)
+
+            work = group.all_reduce(part(group.rank, 3), async_op=True)
+            if group.rank == 0:
+                assert repr(work) == "<Work all_reduce(float32[3], sum): under way>"
+                told.set()
+
+            work.wait()
+            assert repr(work) == "<Work all_reduce(float32[3], sum): over>"
+            gathered = group.all_gather(part(0, 2 + group.rank, 3 + group.rank), async_op=True)
+            with pytest.raises(CollectiveMismatchError):
+                gathered.wait()
+
+            assert repr(gathered).endswith(", dim=0): failed with CollectiveMismatchError>")
+
+        here, told = threading.Barrier(2), threading.Event()
+        on_ranks(body)
+
+
 class TestMisfits:
     """Shapes that only the peers know."""
 
