@@ -97,8 +97,8 @@ class EndingTests(GroupConformance):
             return lasted
 
         first, second, _ = self.ranks(body, 3)
-        assert 0.9 * SHORT < first < 4 * SHORT
-        assert second > 4.5 * SHORT
+        assert 0.9 * SHORT < first
+        assert second > 4.5 * SHORT, "it was ended by the other rank's deadline"
 
     @requires("split")
     def test_timeout_of_a_split(self) -> None:

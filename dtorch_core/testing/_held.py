@@ -36,7 +36,8 @@ def left_behind(before: Held, grace: float) -> list[str]:
 
     if lines := _new(before):
         gc.collect()  # what only a reference cycle keeps open is not a leak
-        lines = _new(before)
+        # Another process may be just making a name of shared memory, which it has not mapped yet.
+        lines = [line for line in _new(before) if line in lines]
 
     return lines
 
