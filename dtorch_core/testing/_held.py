@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SHM = Path("/dev/shm")
+_NAME = "shared memory "
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def _new(before: Held) -> list[str]:
     lines = [f"thread {thread.name!r}" for thread in after.threads - before.threads]
     lines += [f"process {pid}" for pid in after.children - before.children]
     lines += [f"open file {path}" for path in after.files - before.files]
-    lines += [f"shared memory {name}" for name in after.names - before.names if not _used_elsewhere(name)]
+    lines += [f"{_NAME}{name}" for name in after.names - before.names if not _used_elsewhere(name)]
     return sorted(lines)
 
 
