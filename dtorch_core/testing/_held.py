@@ -87,9 +87,17 @@ def _names() -> frozenset[str]:
 def _used_elsewhere(name: str) -> bool:
     """Another process has it open: it is none of ours."""
     path, mine = str(_SHM / name), str(os.getpid())
+    try:
+        # A semaphore is mapped under the name that it was made with, and that one is gone: the file's number stays.
+        mapped = f" {os.stat(path).st_ino} "
+    except OSError:
+        return True  # it is gone: whoever had it
+
     for process in Path("/proc").glob("[0-9]*"):
-        if process.name != mine and path in _read(process / "maps"):
-            return True
+        if process.name != mine:
+            lines = _read(process / "maps").splitlines()
+            if any(mapped in line and str(_SHM) in line for line in lines):
+                return True
 
         if process.name != mine and any(_link(fd) == path for fd in process.glob("fd/*")):
             return True
