@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import collectives, exchange, goals, report
 from benchmarks.cells import OPERATIONS, Cell
+from benchmarks.load import OthersLoad
 from benchmarks.timing import Series
 
 
@@ -27,12 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         operations=options.operations or OPERATIONS,
         sizes=options.bytes,
     )
-    about = report.setting(options.device)
+    about, load = report.setting(options.device), OthersLoad()
     both: dict[Cell, Series] = {} if options.only == "exchange" else collectives.measure(plan, _progress)
     steps: dict[int, Series] = {}
     if options.only == "exchange" or (options.only is None and options.device == "cpu"):
         steps = exchange.measure(rounds, _progress)
 
+    share = load.share()
+    about["taken by other programs"] = "unknown" if share is None else f"{share:.0%} of the cores' time"
     found = [*goals.of_collectives(both), *goals.of_exchange(steps)]
     if options.json:
         print(json.dumps(report.to_dict(about, both, steps, found), indent=1))
