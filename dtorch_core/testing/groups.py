@@ -9,6 +9,7 @@ from dtorch_core.testing._group_ending import EndingTests
 from dtorch_core.testing._group_mismatch import MismatchTests
 from dtorch_core.testing._group_out import OutTests
 from dtorch_core.testing._group_p2p import MessageTests
+from dtorch_core.testing._group_placement import PlacementTests
 from dtorch_core.testing._group_reductions import ReductionTests
 from dtorch_core.testing._group_split import SplitTests
 
@@ -20,6 +21,7 @@ class ThreadGroupTests(
     AsyncTests,
     MismatchTests,
     MessageTests,
+    PlacementTests,
     SplitTests,
     EndingTests,
     CudaTests,
