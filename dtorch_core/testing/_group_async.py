@@ -100,7 +100,7 @@ class AsyncTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             kept = []
             for turn in range(4):
-                for size in (300_000, 2):
+                for size in (1_200_000, 2):
                     xs = [coded(turn + 10 * rank, (size,), device) for rank in range(2)]
                     for collective in COLLECTIVES[:6]:
                         work = collective.call(group, xs[group.rank], async_op=True)

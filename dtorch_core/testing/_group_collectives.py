@@ -26,8 +26,8 @@ from dtorch_core.testing._group_base import (
 )
 from dtorch_core.testing._harness import requires, undeclared
 
-LARGE = 300_001
-"""Elements, an odd number: more than any backend would handle in one piece."""
+LARGE = 1_200_001
+"""Elements, an odd number: more than a backend would handle in one piece."""
 
 
 def _even(world_size: int) -> list[tuple[int, ...]]:

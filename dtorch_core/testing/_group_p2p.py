@@ -22,7 +22,7 @@ from dtorch_core.testing._group_collectives import LAYOUTS
 from dtorch_core.testing._group_ending import AT_ONCE, LONG_WAIT
 from dtorch_core.testing._harness import Background, asleep, requires, undeclared
 
-SHAPES = [(7,), (), (0,), (2, 0, 3), (3, 5), (1, 1, 2, 1, 2), (300_001,)]
+SHAPES = [(7,), (), (0,), (2, 0, 3), (3, 5), (1, 1, 2, 1, 2), (1_200_001,)]
 
 
 class MessageTests(GroupConformance):

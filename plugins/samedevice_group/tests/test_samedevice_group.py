@@ -22,7 +22,7 @@ from dtorch_core import (
 from dtorch_core.testing import Background, ThreadGroupTests, run_ranks
 
 LIMIT = 20.0
-LARGE = 300_001
+LARGE = 1_200_001
 
 
 class TestSameDeviceGroupConforms(ThreadGroupTests):
@@ -60,8 +60,7 @@ def newest(module, *names):
 class TestCollectivesInPlace:
     """As c10d has them: results go into the tensors given."""
 
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-    @pytest.mark.parametrize("size", [5, LARGE])
+    @pytest.mark.parametrize(("world_size", "size"), [(1, 5), (2, 5), (3, 5), (8, 5), (2, LARGE), (3, LARGE // 2)])
     def test_every_collective_under_every_name(self, world_size, size):
         def body(pg, group):
             rank, n = pg.rank(), pg.size()
@@ -771,7 +770,7 @@ class TestThreads:
         """Every rank runs the same program of random calls, sizes and waits, each in its own time."""
         rng = random.Random(7)
         names = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-        program = [(rng.choice(names), rng.choice([1, 7, 70_000]), rng.random()) for _ in range(60)]
+        program = [(rng.choice(names), rng.choice([1, 7, 7, 200_000]), rng.random()) for _ in range(60)]
 
         def body(pg, group):
             own = random.Random(group.rank)
