@@ -18,6 +18,9 @@ from dtorch_core._memory import same_place
 BLOCK_BYTES = 512 * 1024
 """What one task handles of each tensor. Measured: from 256 KiB to 2 MiB are alike, larger ones leave the cache."""
 
+COPY_BYTES = 2 * 1024 * 1024
+"""The same for copies, of which little is read twice: fewer waits for the GIL count for more."""
+
 ALONE_BYTES = 8 * 1024 * 1024
 """Work that moves fewer bytes is not shared: waking another thread would take as long as its share of the work."""
 
@@ -39,13 +42,13 @@ class _Modes(threading.local):
 _modes = _Modes()
 
 
-def share(jobs: Sequence[Job], do: Callable[[Job], None]) -> Sequence[Task]:
+def share(jobs: Sequence[Job], do: Callable[[Job], None], block_bytes: int = BLOCK_BYTES) -> Sequence[Task]:
     """Do the jobs at once, or, where there is much to do, return them as tasks that may run in any order.
 
     ``do`` is given whole jobs, or the same block of each of a job's tensors.
     """
     if sum([len(job) * job[0].nbytes for job in jobs]) > ALONE_BYTES:
-        return [partial(_do, do, block) for job in jobs for block in cut(job) or [job]]
+        return [partial(_do, do, block) for job in jobs for block in cut(job, block_bytes) or [job]]
 
     with _modes.inference:
         for job in jobs:
@@ -68,19 +71,19 @@ def copies(targets: Tensors, sources: Tensors) -> Sequence[Task]:
         if not same_place(target, source):
             jobs.setdefault(id(source), [source]).append(target)
 
-    return share(list(jobs.values()), _copy)
+    return share(list(jobs.values()), _copy, COPY_BYTES)
 
 
-def cut(tensors: Job) -> list[Job] | None:
+def cut(tensors: Job, block_bytes: int) -> list[Job] | None:
     """The blocks of tensors of one shape: one entry a block, with that block of each.
 
     None where it does not pay or can't be done: small tensors, CUDA tensors, strided ones.
     """
     first = tensors[0]
-    if first.nbytes <= BLOCK_BYTES or first.is_cuda or not all(plain(tensor) for tensor in tensors):
+    if first.nbytes <= block_bytes or first.is_cuda or not all(plain(tensor) for tensor in tensors):
         return None
 
-    length = BLOCK_BYTES // first.element_size()
+    length = block_bytes // first.element_size()
     return list(zip(*(tensor.view(-1).split(length) for tensor in tensors), strict=True))
 
 
