@@ -8,12 +8,11 @@ that can overrides :meth:`TensorStore.send` and :meth:`TensorStore.expect`.
 from __future__ import annotations
 
 import bisect
-import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,7 @@ class FourStepMail:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
+        self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._expected: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._next: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._unseen: deque[str] = deque()
@@ -69,8 +68,10 @@ class FourStepMail:
             copy.copy_(tensor.detach())
 
         with self._lock:
-            key = f"mail/{store.rank}/{dst}/{tag}/{next(self._sent[dst, tag])}"
+            # Under the lock, since a number counts only once its message is out: a gap would hold up the receiver.
+            key = f"mail/{store.rank}/{dst}/{tag}/{self._sent[dst, tag]}"
             store.src_set(key, copy, 1, stream=stream)
+            self._sent[dst, tag] += 1
             self._unseen.append(key)
             self._free_some(store)
 
