@@ -68,10 +68,11 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
         return False
 
-    return a.data_ptr() < b.data_ptr() + _extent(b) and b.data_ptr() < a.data_ptr() + _extent(a)
+    return a.data_ptr() < b.data_ptr() + extent(b) and b.data_ptr() < a.data_ptr() + extent(a)
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
+    """How many bytes lie from its first element to the end of its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 

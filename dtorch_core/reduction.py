@@ -86,7 +86,8 @@ class Rule:
     def into(self, out: Tensor, inputs: Sequence[Tensor], factor: float | None = None) -> None:
         """Write the reduction of ``inputs``, in their order, to ``out``.
 
-        All have one shape. ``out`` may be ``inputs[0]``, and must not overlap another one.
+        All have one shape. ``out`` may be one of the first two inputs, and any of them if nothing is computed
+        :attr:`in_place`; it must not overlap another one.
         """
         if self.twin is not None:
             out, inputs = out.view(self.twin), [tensor.view(self.twin) for tensor in inputs]

@@ -1,21 +1,44 @@
-"""What each collective does to the tensors of all ranks: pure functions of the offers, run once for all of them.
+"""What each collective does to the tensors of all ranks, said twice: as work on shared memory, and as its results.
 
-``offers[r].tensors`` are rank r's, outputs first, in c10d's order. A function says which of them belong together; small
-work is then done at once, and large work comes as tasks, which the ranks share.
+``offers[r].tensors`` are rank r's, outputs first, in c10d's order; ``shapes[r]`` are theirs. The work says which of
+them belong together; small work is then done at once, and large work comes as tasks, which the ranks share. The results
+are for ranks in different processes, which each compute their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from dtorch_core import CollectiveMismatchError
 from dtorch_core._shapes import describe
+from dtorch_core.declared import Place, Result, Shapes
 from dtorch_core.joint import Offer
 from dtorch_core.reduction import Rule
 from dtorch_samedevice_group.blocks import Job, Task, Tensors, copies, share
 
-Collective = Callable[[Sequence[Offer]], Sequence[Task]]
+
+class Collective(NamedTuple):
+    """Pure functions of what the ranks offer; both raise CollectiveMismatchError if that does not fit together."""
+
+    work: Callable[[Sequence[Offer]], Sequence[Task]]
+    """Run once for all ranks."""
+    results: Callable[[Shapes], Sequence[Result]]
+    """Which tensor becomes what."""
+
+
+def nothing() -> Collective:
+    """A call that moves no tensor: that all have come is the point."""
+
+    def work(offers: Sequence[Offer]) -> Sequence[Task]:
+        return ()
+
+    def results(shapes: Shapes) -> Sequence[Result]:
+        return ()
+
+    return Collective(work, results)
 
 
 def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
@@ -24,7 +47,10 @@ def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         return share(_by_position(offers), partial(_reduce_in_place, rule, factor))
 
-    return work
+    def results(shapes: Shapes) -> Sequence[Result]:
+        return [Result(column, column, rule, factor) for column in _columns(shapes)]
+
+    return Collective(work, results)
 
 
 def reduce(rule: Rule, root: int, factor: float | None = None) -> Collective:
@@ -34,7 +60,11 @@ def reduce(rule: Rule, root: int, factor: float | None = None) -> Collective:
         (inputs,) = _by_position(offers)
         return share([(inputs[root], *inputs)], partial(_reduce_out, rule, factor))
 
-    return work
+    def results(shapes: Shapes) -> Sequence[Result]:
+        (inputs,) = _columns(shapes)
+        return [Result([inputs[root]], inputs, rule, factor)]
+
+    return Collective(work, results)
 
 
 def reduce_scatter(rule: Rule, factor: float | None = None) -> Collective:
@@ -45,13 +75,25 @@ def reduce_scatter(rule: Rule, factor: float | None = None) -> Collective:
         jobs = [(out, *parts) for out, parts in zip(outputs, inputs, strict=True)]
         return share(jobs, partial(_reduce_out, rule, factor))
 
-    return work
+    def results(shapes: Shapes) -> Sequence[Result]:
+        outputs, *inputs = _columns(shapes)
+        return [Result([out], parts, rule, factor) for out, parts in zip(outputs, inputs, strict=True)]
+
+    return Collective(work, results)
 
 
-def all_gather(offers: Sequence[Offer]) -> Sequence[Task]:
+def all_gather() -> Collective:
     """Rank r offers its output for each rank, then its input; every rank's output s is rank s's input."""
-    outputs = [tensor for offer in offers for tensor in offer.tensors[:-1]]
-    return copies(outputs, [offer.tensors[-1] for offer in offers] * len(offers))
+
+    def work(offers: Sequence[Offer]) -> Sequence[Task]:
+        outputs = [tensor for offer in offers for tensor in offer.tensors[:-1]]
+        return copies(outputs, [offer.tensors[-1] for offer in offers] * len(offers))
+
+    def results(shapes: Shapes) -> Sequence[Result]:
+        *outputs, inputs = _columns(shapes)
+        return [Result(targets, [source]) for targets, source in zip(outputs, inputs, strict=True)]
+
+    return Collective(work, results)
 
 
 def broadcast(root: int) -> Collective:
@@ -61,7 +103,10 @@ def broadcast(root: int) -> Collective:
         given, others = offers[root].tensors, [offer.tensors for offer in offers if offer.rank != root]
         return copies([tensor for tensors in others for tensor in tensors], given * len(others))
 
-    return work
+    def results(shapes: Shapes) -> Sequence[Result]:
+        return [Result([*column[:root], *column[root + 1 :]], [column[root]]) for column in _columns(shapes)]
+
+    return Collective(work, results)
 
 
 def gather(root: int) -> Collective:
@@ -71,7 +116,10 @@ def gather(root: int) -> Collective:
         sources, targets = [offer.tensors[-1] for offer in offers], offers[root].tensors[:-1]
         return _send(sources, targets, lambda number: (number, root))
 
-    return work
+    def results(shapes: Shapes) -> Sequence[Result]:
+        return _sent(shapes, [(Place(r, len(shapes[r]) - 1), Place(root, r)) for r in range(len(shapes))])
+
+    return Collective(work, results)
 
 
 def scatter(root: int) -> Collective:
@@ -81,7 +129,10 @@ def scatter(root: int) -> Collective:
         sources, targets = offers[root].tensors[1:], [offer.tensors[0] for offer in offers]
         return _send(sources, targets, lambda number: (root, number))
 
-    return work
+    def results(shapes: Shapes) -> Sequence[Result]:
+        return _sent(shapes, [(Place(root, 1 + r), Place(r, 0)) for r in range(len(shapes))])
+
+    return Collective(work, results)
 
 
 def all_to_all(alike: bool) -> Collective:
@@ -99,12 +150,46 @@ def all_to_all(alike: bool) -> Collective:
 
         return _send(sources, targets, lambda number: (number % size, number // size))
 
-    return work
+    def results(shapes: Shapes) -> Sequence[Result]:
+        ranks = range(len(shapes))
+        return _sent(shapes, [(Place(s, len(ranks) + r), Place(r, s)) for r in ranks for s in ranks])
+
+    return Collective(work, results)
+
+
+def together(collectives: Sequence[Collective], counts: Sequence[int]) -> Collective:
+    """Several collectives as one; ``counts`` says how many of a rank's tensors belong to each."""
+    spans = [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
+
+    def work(offers: Sequence[Offer]) -> Sequence[Task]:
+        return [
+            task
+            for each, span in zip(collectives, spans, strict=True)
+            for task in each.work([offer._replace(tensors=offer.tensors[span]) for offer in offers])
+        ]
+
+    def results(shapes: Shapes) -> Sequence[Result]:
+        return [
+            result._replace(targets=_moved(result.targets, span.start), sources=_moved(result.sources, span.start))
+            for each, span in zip(collectives, spans, strict=True)
+            for result in each.results([mine[span] for mine in shapes])
+        ]
+
+    return Collective(work, results)
 
 
 def _by_position(offers: Sequence[Offer]) -> list[Job]:
     """Every rank's first tensor, every rank's second one, and so on."""
     return list(zip(*[offer.tensors for offer in offers], strict=True))
+
+
+def _columns(shapes: Shapes) -> list[list[Place]]:
+    """The same as places."""
+    return [[Place(rank, number) for rank in range(len(shapes))] for number in range(len(shapes[0]))]
+
+
+def _moved(places: Sequence[Place], by: int) -> Sequence[Place]:
+    return [Place(place.rank, place.number + by) for place in places]
 
 
 def _send(sources: Tensors, targets: Tensors, ranks_of: Callable[[int], tuple[int, int]]) -> Sequence[Task]:
@@ -114,12 +199,23 @@ def _send(sources: Tensors, targets: Tensors, ranks_of: Callable[[int], tuple[in
     """
     for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if source.shape != target.shape or source.dtype != target.dtype:
-            sender, receiver = ranks_of(number)
-            raise CollectiveMismatchError(
-                f"rank {sender} sends {describe(source)} to rank {receiver}, which expects {describe(target)}"
-            )
+            raise _misfit(*ranks_of(number), describe(source), describe(target))
 
     return copies(targets, sources)
+
+
+def _sent(shapes: Shapes, pairs: Sequence[tuple[Place, Place]]) -> Sequence[Result]:
+    """The same as results, of the source and the target of each copy."""
+    for source, target in pairs:
+        sent, expected = shapes[source.rank][source.number], shapes[target.rank][target.number]
+        if sent != expected:
+            raise _misfit(source.rank, target.rank, f"{sent}", f"{expected}")
+
+    return [Result([target], [source]) for source, target in pairs]
+
+
+def _misfit(sender: int, receiver: int, sent: str, expected: str) -> CollectiveMismatchError:
+    return CollectiveMismatchError(f"rank {sender} sends {sent} to rank {receiver}, which expects {expected}")
 
 
 def _reduce_in_place(rule: Rule, factor: float | None, tensors: Job) -> None:

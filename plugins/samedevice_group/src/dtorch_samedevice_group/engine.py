@@ -18,9 +18,10 @@ from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, TensorStore
 from dtorch_core._text import describe_error, rank_list
+from dtorch_core.declared import Declared, Result, Shapes
 from dtorch_core.joint import Offer, Ticket
 from dtorch_samedevice_group.blocks import Task
-from dtorch_samedevice_group.collectives import Collective
+from dtorch_samedevice_group.collectives import Collective, nothing
 
 
 class Engine:
@@ -37,7 +38,7 @@ class Engine:
     def post(self, note: str, tensors: Sequence[Tensor], work: Collective) -> Ticket:
         """Post one collective; ``note`` begins with its fingerprint, as a person would write the call."""
         key = getattr(self._second, "key", None) or f"collective #{next(self._numbers)}"
-        return self.store.post(key, note, tensors, self._compared(key, work))
+        return self.store.post(key, note, tensors, _Compared(self._name, key, work))
 
     def post_note(self, same: str, call: str, text: str) -> tuple[Ticket, AbstractContextManager[None]]:
         """Give every rank this rank's text, which may differ.
@@ -46,12 +47,12 @@ class Engine:
         meanwhile, and a rank that raises in the first part misses no number.
         """
         key = f"collective #{next(self._numbers)}"
-        ticket = self.store.post(key, f"{same}\n{call}\n{text}", (), self._compared(key, nothing))
+        ticket = self.store.post(key, f"{same}\n{call}\n{text}", (), _Compared(self._name, key, nothing()))
         return ticket, self._second_part(f"{key}, second part")
 
     def refuse(self, call: str, error: Exception) -> None:
         """This rank's call is wrong by itself. Its peers learn so at once, instead of waiting for it."""
-        self.post(f"{call}: raised {describe_error(error)}", (), nothing)
+        self.post(f"{call}: raised {describe_error(error)}", (), nothing())
 
     @contextmanager
     def _second_part(self, key: str) -> Iterator[None]:
@@ -61,29 +62,45 @@ class Engine:
         finally:
             self._second.key = None
 
-    def _compared(self, key: str, work: Collective) -> Collective:
-        def compare_and_work(offers: Sequence[Offer]) -> Sequence[Task]:
-            first = offers[0].note
-            for offer in offers:
-                if offer.note != first:
-                    self._compare(key, offers)
-                    break
 
-            try:
-                return work(offers)
-            except CollectiveMismatchError as misfit:
-                call = first.partition("\n")[0]
-                raise CollectiveMismatchError(f"group {self._name!r}, {key}, {call}: {misfit}") from None
+class _Compared(Declared):
+    """One collective, of calls that have to mean the same."""
 
-        return compare_and_work
+    __slots__ = ("_collective", "_group", "_key")
 
-    def _compare(self, key: str, offers: Sequence[Offer]) -> None:
+    def __init__(self, group: str, key: str, collective: Collective) -> None:
+        self._group = group
+        self._key = key
+        self._collective = collective
+
+    def __call__(self, offers: Sequence[Offer]) -> Sequence[Task]:
+        first = offers[0].note
+        for offer in offers:
+            if offer.note != first:
+                self._compare([offer.note for offer in offers])
+                break
+
+        try:
+            return self._collective.work(offers)
+        except CollectiveMismatchError as misfit:
+            raise self._told(misfit, first) from None
+
+    def results(self, notes: Sequence[str], shapes: Shapes) -> Sequence[Result]:
+        if len(set(notes)) > 1:
+            self._compare(notes)
+
+        try:
+            return self._collective.results(shapes)
+        except CollectiveMismatchError as misfit:
+            raise self._told(misfit, notes[0]) from None
+
+    def _compare(self, notes: Sequence[str]) -> None:
         fingerprints: dict[str, list[int]] = {}
         callers: dict[str, list[int]] = {}
-        for offer in offers:
-            fingerprint, *more = offer.note.split("\n", 2)
-            fingerprints.setdefault(fingerprint, []).append(offer.rank)
-            callers.setdefault(more[0] if more else fingerprint, []).append(offer.rank)
+        for rank, note in enumerate(notes):
+            fingerprint, *more = note.split("\n", 2)
+            fingerprints.setdefault(fingerprint, []).append(rank)
+            callers.setdefault(more[0] if more else fingerprint, []).append(rank)
 
         if len(fingerprints) == 1:
             return
@@ -93,12 +110,11 @@ class Engine:
             odd = rank_list(rank for ranks in ranked[1:] for rank in ranks)
             head = f"{odd} called something else than {rank_list(ranked[0])}"
         else:
-            head = f"{rank_list(range(len(offers)))} called different things"
+            head = f"{rank_list(range(len(notes)))} called different things"
 
         table = "\n".join(f"  {rank_list(ranks)}: {call}" for call, ranks in callers.items())
-        raise CollectiveMismatchError(f"group {self._name!r}, {key}: {head}\n{table}")
+        raise CollectiveMismatchError(f"group {self._group!r}, {self._key}: {head}\n{table}")
 
-
-def nothing(offers: Sequence[Offer]) -> Sequence[Task]:
-    """The work of a call that moves no tensor: that all have come is the point."""
-    return ()
+    def _told(self, misfit: CollectiveMismatchError, note: str) -> CollectiveMismatchError:
+        call = note.partition("\n")[0]
+        return CollectiveMismatchError(f"group {self._group!r}, {self._key}, {call}: {misfit}")

@@ -24,7 +24,7 @@ from dtorch_core._extras import Place
 from dtorch_core._selector import spec_of
 from dtorch_core._shapes import describe, describe_all
 from dtorch_core.checks import check_tensor, check_written
-from dtorch_core.joint import Offer, Ticket
+from dtorch_core.joint import Ticket
 from dtorch_core.reduction import rule
 from dtorch_samedevice_group import collectives, repeats
 from dtorch_samedevice_group.arguments import (
@@ -38,9 +38,8 @@ from dtorch_samedevice_group.arguments import (
     parts,
     pieces,
 )
-from dtorch_samedevice_group.blocks import Task
 from dtorch_samedevice_group.collectives import Collective
-from dtorch_samedevice_group.engine import Engine, nothing
+from dtorch_samedevice_group.engine import Engine
 from dtorch_samedevice_group.options import Options
 from dtorch_samedevice_group.repeats import Repeats
 from dtorch_samedevice_group.work import GroupWork, ReceiveWork, SendWork, seconds_of
@@ -313,7 +312,7 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
 
     @_collective
     def barrier(self, *opts: Any, **named: Any) -> Plan:
-        return Plan("barrier", (), (), nothing, Options.read(opts, named).timeout)
+        return Plan("barrier", (), (), collectives.nothing(), Options.read(opts, named).timeout)
 
     # Point to point
 
@@ -366,7 +365,7 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
         one_each("outputs", outputs, self._size)
         check_fits("input", tensor, outputs[self._rank])
         call = f"all_gather({describe_all(outputs)})"
-        return Plan(call, (*outputs, tensor), outputs, collectives.all_gather, options.timeout)
+        return Plan(call, (*outputs, tensor), outputs, collectives.all_gather(), options.timeout)
 
     def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Options) -> Plan:
         one_each("outputs", outputs, self._size)
@@ -386,22 +385,10 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
 
 def _as_one(plans: Sequence[Plan]) -> Plan:
     """Several collectives as one, in one hand-off."""
-    spans, works, end = [], [plan.work for plan in plans], 0
-    for plan in plans:
-        spans.append(slice(end, end + len(plan.tensors)))
-        end += len(plan.tensors)
-
-    def all_work(offers: Sequence[Offer]) -> Sequence[Task]:
-        return [
-            task
-            for work, span in zip(works, spans, strict=True)
-            for task in work([offer._replace(tensors=offer.tensors[span]) for offer in offers])
-        ]
-
     return Plan(
         " + ".join(plan.call for plan in plans),
         [tensor for plan in plans for tensor in plan.tensors],
         [tensor for plan in plans for tensor in plan.written],
-        all_work,
+        collectives.together([plan.work for plan in plans], [len(plan.tensors) for plan in plans]),
         plans[0].timeout if plans else None,
     )
