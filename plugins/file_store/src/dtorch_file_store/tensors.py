@@ -1,0 +1,150 @@
+"""A CPU tensor as bytes: how it is laid out in shared memory, written once, and read where it lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtorch_core.errors import UnsupportedTensorError
+
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not str(value).startswith(("torch.qint", "torch.quint"))
+}
+"""By name: a name from another process is looked up here, and nowhere else. Of quantized ones bytes are not enough."""
+
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_COPIED = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
+}
+"""What every torch can copy."""
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: what is copied in place of the other dtypes, of which torch may have only the name."""
+
+
+class Layout(NamedTuple):
+    """Where a tensor's elements lie in memory that begins with the first of them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements."""
+    nbytes: int
+    """From the first element's first byte to the last one's last."""
+
+    @classmethod
+    def of_view(cls, tensor: Tensor) -> Layout:
+        """How it lies in its own memory. Not of conjugate and negative views: their memory has other values."""
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return cls(_NAMES[tensor.dtype], shape, stride, _extent(shape, stride) * tensor.element_size())
+
+    def to_json(self) -> list[Any]:
+        """Plain lists, strings and numbers."""
+        return [self.dtype, list(self.shape), list(self.stride), self.nbytes]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Layout:
+        """What :meth:`to_json` gave, perhaps in another process."""
+        dtype, shape, stride, nbytes = values
+        return cls(dtype, tuple(shape), tuple(stride), nbytes)
+
+
+def compact(tensor: Tensor) -> Layout:
+    """How to store a tensor: the elements that its view addresses, each of them once.
+
+    Expanded dimensions stay expanded, and dense ones in the order that they have. What has gaps is contiguous.
+    """
+    name, shape, stride = _NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride()
+    if not tensor.is_contiguous():
+        distinct = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
+        if _extent(shape, stride) > math.prod(distinct):
+            stride = _contiguous(distinct, stride)
+
+    return Layout(name, shape, stride, _extent(shape, stride) * tensor.element_size())
+
+
+def write(tensor: Tensor, layout: Layout, into: Tensor) -> None:
+    """Copy a tensor to memory, once; conjugate and negative views arrive with their values.
+
+    :param layout: from :func:`compact`.
+    :param into: ``uint8``, at least ``layout.nbytes`` long.
+    """
+    if layout.nbytes:
+        _copy(_elements(tensor, layout), _elements(read(layout, into), layout))
+
+
+def read(layout: Layout, memory: Tensor) -> Tensor:
+    """The tensor that lies in ``memory``, without a copy.
+
+    :param memory: ``uint8``, with the tensor's first byte as its first.
+    :raises UnsupportedTensorError: if this torch has no such dtype.
+    """
+    dtype = _DTYPES.get(layout.dtype)
+    if dtype is None:
+        raise UnsupportedTensorError(
+            f"a tensor of dtype {layout.dtype} came from another process, and torch {torch.__version__} has none of "
+            f"this name: use one version of torch in all processes"
+        )
+
+    if len(memory) != layout.nbytes:
+        memory = memory[: layout.nbytes]
+
+    return memory.view(dtype).as_strided(layout.shape, layout.stride)
+
+
+def read_back(layout: Layout, memory: Tensor, tensor: Tensor) -> None:
+    """Copy the values that lie in ``memory`` to the tensor that was written there."""
+    if layout.nbytes:
+        _copy(_elements(read(layout, memory), layout), _elements(tensor, layout))
+
+
+def _elements(tensor: Tensor, layout: Layout) -> Tensor:
+    """A view in which each element that lies in the layout's memory is there once."""
+    tensor = tensor.detach()
+    if 0 in layout.stride:
+        for dim, (size, step) in enumerate(zip(layout.shape, layout.stride, strict=True)):
+            if step == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+
+    extent = layout.nbytes // tensor.element_size()
+    if tensor.numel() > extent:  # windows that overlap: all that they cover
+        tensor = tensor.as_strided((extent,), (1,), tensor.storage_offset())
+
+    return tensor
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if source.dtype not in _COPIED:
+        source, target = (each.view(_CARRIERS[each.element_size()]) for each in (source, target))
+
+    target.copy_(source)
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last."""
+    extent = 1
+    for size, step in zip(shape, stride, strict=True):
+        if size == 0:
+            return 0
+
+        extent += (size - 1) * step
+
+    return extent
+
+
+def _contiguous(distinct: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps for the dimensions that are not expanded."""
+    steps, step = [], 1
+    for size, old in zip(reversed(distinct), reversed(stride), strict=True):
+        steps.append(step if old else 0)
+        step *= size
+
+    return tuple(reversed(steps))
