@@ -77,7 +77,13 @@ def write(tensor: Tensor, layout: Layout, into: Tensor) -> None:
     :param layout: from :func:`compact`.
     :param into: ``uint8``, at least ``layout.nbytes`` long.
     """
-    if layout.nbytes:
+    if not layout.nbytes:
+        return
+
+    if tensor.dtype in _COPIED and tensor.is_contiguous():  # what most are, by the shortest way
+        flat = tensor.detach().view(-1)
+        into[: layout.nbytes].view(flat.dtype).copy_(flat)
+    else:
         _copy(_elements(tensor, layout), _elements(read(layout, into), layout))
 
 
@@ -97,7 +103,8 @@ def read(layout: Layout, memory: Tensor) -> Tensor:
     if len(memory) != layout.nbytes:
         memory = memory[: layout.nbytes]
 
-    return memory.view(dtype).as_strided(layout.shape, layout.stride)
+    flat = memory.view(dtype)
+    return flat if layout.stride == (1,) else flat.as_strided(layout.shape, layout.stride)
 
 
 def read_back(layout: Layout, memory: Tensor, tensor: Tensor) -> None:
