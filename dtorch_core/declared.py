@@ -70,6 +70,10 @@ def compute(rule: Rule | None, factor: float | None, sources: Sequence[Tensor], 
 
     A target may be one of the sources, the very same view; no other memory may overlap. Sources may be copies. To be
     called in inference mode, in which tensors of both modes can be written, and no gradients are recorded.
+
+    Blocks may be cut anywhere, but for products of complex numbers. Of those torch rounds the last few of a contiguous
+    run in another way than the rest: cut at multiples of 64, and the bits still depend on layouts and on the number of
+    torch's threads. Where processes must agree on them, one computes and the others copy.
     """
     if rule is None:
         (value,) = sources
