@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core.errors import DtorchError
-from dtorch_file_store.headroom import BUDGET, NoRoomError, why_not
+from dtorch_file_store.headroom import BUDGET, NoRoomError, size_text, why_not
 
 PAGE = mmap.PAGESIZE
 _STEP = 64 << 20
@@ -127,14 +127,15 @@ class Mapping:
         :param size: of the segment, as the peer says.
         :raises DtorchError: if it is no sealed segment of this size, or can't be mapped.
         """
+        what = f"a peer's shared memory of {size_text(size)}"
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if seals & _SEALS != _SEALS or os.fstat(fd).st_size != size:
-                raise DtorchError(f"a peer's shared memory of {size} bytes is not as it was said to be")
+                raise DtorchError(f"{what} is not as it was said to be")
 
             buffer, _ = _map(fd, size)
         except OSError as error:
-            raise DtorchError(f"a peer's shared memory of {size} bytes can't be mapped: {error.strerror}") from error
+            raise DtorchError(f"{what} can't be mapped: {error.strerror}") from error
         finally:
             os.close(fd)
 
@@ -149,7 +150,9 @@ class Mapping:
         :raises DtorchError: if it does not lie inside the segment.
         """
         if not 0 <= offset <= offset + nbytes <= self.size:
-            raise DtorchError(f"bytes {offset} to {offset + nbytes} are outside of a peer's {self.size} shared ones")
+            raise DtorchError(
+                f"bytes {offset} to {offset + nbytes} are outside of a peer's {size_text(self.size)} of shared memory"
+            )
 
         return bytes_of(self._memory, offset, nbytes)
 
