@@ -59,6 +59,12 @@ def use_backend(
             _overrides[:] = [kept for kept in _overrides if kept is not override]
 
 
+def overrides() -> dict[Kind, str]:
+    """What ``use_backend`` names now, by kind."""
+    with _lock:
+        return {kind: ask.name for override in _overrides for kind, ask in override.items()}
+
+
 def asked_for(kind: Kind, argument: str | None) -> Ask | None:
     """The backend named for ``kind`` by the highest authority, or None.
 

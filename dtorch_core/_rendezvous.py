@@ -56,7 +56,7 @@ def connect(
 
     scope = _scope.current()
     if scope is not None:
-        return scope.rendezvous, "this spawn"
+        return own_line(scope.rendezvous), "this spawn"
 
     if os.environ.get("WORLD_SIZE") == str(world_size) and "MASTER_ADDR" in os.environ:
         return _at_url("env://", rank, world_size, timeout), "torchrun's environment (env://)"

@@ -1,18 +1,16 @@
-"""Runs a function on every rank of a small world: the ranks are threads of this process."""
+"""Runs a function on every rank of a small world: the ranks are threads of this process, or of some new ones."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from dtorch_core import _member, _scope
-from dtorch_core._ranks import Run, intra_op
-from dtorch_core._registry import registry
-from dtorch_core._scope import Scope
+from dtorch_core._processes import ProcessRun
+from dtorch_core._rank_context import RankContext
+from dtorch_core._ranks import Run, divided, intra_op
 from dtorch_core._text import count, rank_list, seconds
 from dtorch_core.errors import (
     AbortedError,
@@ -22,92 +20,7 @@ from dtorch_core.errors import (
     UnsupportedOperationError,
 )
 
-if TYPE_CHECKING:
-    from dtorch_core.group import ThreadGroup
-    from dtorch_core.manager import ThreadGroupManager
-    from dtorch_core.store import TensorStore
-
-
-@dataclass(frozen=True, slots=True)
-class RankContext:
-    """What a rank's function is given: who it is, and ways to open what it shares with the others."""
-
-    rank: int
-    world_size: int
-    device: str
-    """``"cpu"`` or ``"cuda:N"``."""
-    _scope: Scope = field(repr=False, compare=False)
-
-    def open_store(self, name: str, *, backend: str | None = None, timeout: float = 300.0) -> TensorStore:
-        """Open a TensorStore with all ranks, as :func:`dtorch_core.open_store` does."""
-        from dtorch_core.store import open_store
-
-        return open_store(
-            name,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.device,
-            rendezvous=self._scope.rendezvous,
-            backend=backend,
-            timeout=timeout,
-        )
-
-    def open_group(
-        self,
-        name: str = "world",
-        ranks: Sequence[int] | None = None,
-        *,
-        backend: str | None = None,
-        timeout: float = 300.0,
-    ) -> ThreadGroup | None:
-        """Open a ThreadGroup over ``ranks`` (all where None), in that order; None on a rank that is not among them.
-
-        :raises TypeError: if ``ranks`` is no sequence.
-        :raises ValueError: if ``ranks`` is empty, or has a rank twice, or one that does not exist.
-        """
-        from dtorch_core.group import open_group
-
-        if ranks is not None and (isinstance(ranks, str) or not isinstance(ranks, Iterable)):
-            raise TypeError(f"open_group({name!r}): ranks must be a sequence of ranks, not {ranks!r}")
-
-        members = list(range(self.world_size)) if ranks is None else list(ranks)
-        if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
-            raise ValueError(
-                f"open_group({name!r}): ranks must be different ones of 0 to {self.world_size - 1}, at least one, "
-                f"not {members}"
-            )
-
-        if self.rank not in members:
-            return None
-
-        return open_group(
-            name if ranks is None else f"{name}{members}",
-            rank=members.index(self.rank),
-            world_size=len(members),
-            device=self.device,
-            rendezvous=self._scope.rendezvous,
-            backend=backend,
-            timeout=timeout,
-        )
-
-    def open_manager(
-        self, name: str = "manager", *, backend: str | None = None, timeout: float = 300.0
-    ) -> ThreadGroupManager:
-        """A manager of the groups of any of the ranks, as :class:`dtorch_core.ThreadGroupManager`. Local.
-
-        It opens a group when its ranks first ask for it; ranks whose managers have one name meet.
-        """
-        from dtorch_core.manager import ThreadGroupManager
-
-        return ThreadGroupManager(
-            self.rank,
-            self.world_size,
-            name=name,
-            device=self.device,
-            rendezvous=self._scope.rendezvous,
-            backend=backend,
-            timeout=timeout,
-        )
+__all__ = ["RankContext", "spawn"]
 
 
 def spawn(
@@ -125,26 +38,39 @@ def spawn(
     """Run ``fn(ctx, *args)`` on every rank and return the results by rank.
 
     The first rank that fails ends the others: their waits in stores and groups raise, and they have a second to
-    return. A thread can't be killed; one that is busy elsewhere is left behind as a daemon, and named.
-    Intra-op threads are divided among the ranks unless OMP_NUM_THREADS is set.
+    return. A thread can't be killed; one that is busy elsewhere is left behind as a daemon, and named. A process is
+    ended. Intra-op threads are divided among all ranks unless OMP_NUM_THREADS is set.
 
+    As processes, the ranks are threads of new interpreters, ``threads_per_process`` in each. ``fn`` and ``args`` are
+    pickled, so ``fn`` has to be at a module's level, and the call under ``if __name__ == "__main__":`` in a script.
+    Tensors, in ``args`` and in results, travel by value: they arrive on the device that they were on, without their
+    autograd graph. Queues, locks and pipes of :mod:`multiprocessing` can be among ``args``. What else is set in this
+    process (a default dtype, a seed) is not set in the new ones; :func:`dtorch_core.use_backend` is.
+
+    :param threads_per_process: ranks in each process, in order; the last one may have fewer.
     :param devices: one for all ranks, or one for each; None is the CPU.
-    :param timeout: seconds for the whole run; None is no limit.
+    :param timeout: seconds for the whole run, the start of processes included; None is no limit.
     :raises RankFailedError: if a rank raised; it names the rank and carries its traceback (also as ``__cause__``).
+        Also if its process died, or its result can't be pickled.
     :raises StoreTimeoutError: if ranks have not returned within ``timeout``; they are named.
-    :raises UnsupportedOperationError: for ranks as processes, ``torch_distributed`` and ``rng="per-rank"``.
+    :raises TypeError: if ``fn`` or ``args`` can't be pickled for other processes.
+    :raises UnsupportedOperationError: for ``torch_distributed`` and ``rng="per-rank"``.
     """
     _check(fn, world_size, args, ranks_as, threads_per_process, torch_distributed, rng)
-    places = _devices(devices, world_size)
-    run = Run(lambda scope: fn(RankContext(scope.rank, world_size, places[scope.rank], scope), *args), places)
-    registry()  # once here, rather than in every rank at the same time
+    places = dict(enumerate(_devices(devices, world_size)))
+    run: Run | ProcessRun
+    if ranks_as == "processes":
+        run = ProcessRun(fn, tuple(args), places, threads_per_process)
+    else:
+        run = Run(lambda scope: fn(RankContext(scope.rank, world_size, places[scope.rank], scope), *args), places)
+
     outer = _scope.current()
     if outer is not None:
         outer.add(run)
 
     own_threads = intra_op.enter()
     try:
-        run.start(own_threads)
+        run.start(divided(own_threads, world_size))
         run.wait(timeout)
         if run.failures:
             raise _failure(run)
@@ -154,17 +80,17 @@ def spawn(
             raise AbortedError(f"spawn: {run.stopped}{run.left_behind()}")
 
         if run.unfinished():
-            raise _too_late(run, timeout or 0.0)
+            raise _too_late(run, world_size, timeout or 0.0)
+
+        return run.take_results()
     except BaseException as error:
-        if not isinstance(error, DtorchError):  # Ctrl-C, or a thread that could not be started
+        if not isinstance(error, DtorchError):  # Ctrl-C, or what could not be started
             run.end(f"the run was ended by {type(error).__name__}")
 
         raise
     finally:
         run.join()
         intra_op.leave(own_threads)
-
-    return run.results
 
 
 def _check(
@@ -191,9 +117,11 @@ def _check(
     if rng not in ("shared", "per-rank"):
         raise ValueError(f"spawn: rng must be 'shared' or 'per-rank', not {rng!r}")
 
+    if isinstance(threads_per_process, bool) or not isinstance(threads_per_process, int) or threads_per_process < 1:
+        raise ValueError(f"spawn: threads_per_process must be an int of at least 1, not {threads_per_process!r}")
+
     for asked, what in (
-        (ranks_as == "processes", "ranks_as='processes' needs a store between processes, and none is released yet"),
-        (threads_per_process != 1, "threads_per_process is for ranks_as='processes'"),
+        (ranks_as == "threads" and threads_per_process != 1, "threads_per_process is for ranks_as='processes'"),
         (torch_distributed, "torch_distributed=True is not available yet; open_group() gives a process group"),
         (rng == "per-rank", "rng='per-rank' is not available yet; pass a torch.Generator of the rank's own"),
     ):
@@ -214,20 +142,17 @@ def _devices(devices: str | torch.device | Sequence[str | torch.device] | None, 
     return [_member.normal_device(device) for device in devices]
 
 
-def _failure(run: Run) -> RankFailedError:
-    rank, error = run.first_failure()
-    run.end(f"rank {rank} failed: {type(error).__name__}: {error}", rank)
-    rank, error = run.culprit()
-    failure = RankFailedError(
-        f"rank {rank} of {len(run.results)} failed with {type(error).__name__}: {error}{run.left_behind()}\n\n"
-        f"Traceback of rank {rank}:\n{''.join(traceback.format_exception(error))}",
-        rank,
-    )
-    failure.__cause__ = error
+def _failure(run: Run | ProcessRun) -> RankFailedError:
+    first = run.first_failure()
+    run.end(first.reason, first.rank)
+    culprit = run.culprit()
+    text = f"\n\n{culprit.traceback}" if culprit.traceback else ""
+    failure = RankFailedError(f"{culprit.headline}{run.left_behind()}{text}", culprit.rank)
+    failure.__cause__ = culprit.error
     return failure
 
 
-def _too_late(run: Run, timeout: float) -> StoreTimeoutError:
-    late = f"{rank_list(run.unfinished())} of {len(run.results)} had not returned after {seconds(timeout)}"
+def _too_late(run: Run | ProcessRun, world_size: int, timeout: float) -> StoreTimeoutError:
+    late = f"{rank_list(run.unfinished())} of {world_size} had not returned after {seconds(timeout)}"
     run.end(f"spawn() ended the run: {late}")
     return StoreTimeoutError(f"spawn: {late}{run.left_behind()}")

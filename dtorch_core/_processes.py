@@ -1,0 +1,378 @@
+"""Ranks in processes of their own, seen from the process that called spawn(): starts them, hears them, ends them all.
+
+Whatever a process does, nothing here waits for it without a bound: its line is read as far as it has come, and its
+death is an event of its own (a line's end does not tell it, where a fork of it has the line as well).
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch.distributed as dist
+
+from dtorch_core import _authority, _parcel
+from dtorch_core._line import Frame, Line, Word
+from dtorch_core._rank_process import Plan, main
+from dtorch_core._ranks import GRACE, Failure, said
+from dtorch_core._text import one_line, rank_list, seconds
+from dtorch_core.errors import RankFailedError, UnsupportedOperationError
+
+HEAD_START = 0.2
+"""Seconds that ranks have to learn from their own stores who is gone, before spawn() wakes them with less to say."""
+
+SLACK = 1.0
+"""Seconds beyond :data:`GRACE` in which a process, on a busy machine, ends by itself."""
+
+TERM = 0.5
+"""Seconds between SIGTERM and SIGKILL."""
+
+EXIT = 5.0
+"""Seconds that an interpreter has to end once its ranks have returned."""
+
+UNGUARDED = 86
+"""Exit status of an interpreter whose main module calls spawn() as it is imported."""
+
+log = logging.getLogger("dtorch")
+
+
+class RankProcess:
+    """One of the processes: its ranks, and what it has said so far."""
+
+    def __init__(self, plan: Plan, work: _parcel.Work) -> None:
+        """Start it.
+
+        :raises TypeError: if the work can't be pickled.
+        """
+        self.ranks = list(plan.devices)
+        self.unheard = set(plan.devices)
+        """Those of its ranks whose end it has not told."""
+        self.began = self.done = self.exited = self.ended_here = False
+        ours, theirs = socket.socketpair()
+        self.line = Line(ours, waits=False)
+        self._process: SpawnProcess = multiprocessing.get_context("spawn").Process(
+            target=main, args=(theirs, plan, work), name=f"dtorch: {rank_list(self.ranks)}"
+        )
+        try:
+            with theirs:
+                self._process.start()
+
+            self.pid = self._process.pid
+            self.death = self._watch_death()
+        except BaseException:
+            ours.close()  # which ends it, if it was started
+            raise
+
+        self.line.send(Word.WORK, 0, work.parcel)
+
+    def _watch_death(self) -> int:
+        try:
+            return os.pidfd_open(self._process.pid or 0)
+        except (AttributeError, PermissionError):  # not Linux, or not allowed: ends only with its forks
+            return os.dup(self._process.sentinel)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal; it has ended by our hand then."""
+        if not self.exited:
+            self.ended_here = True
+            (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
+
+    def status(self) -> str:
+        """How it ended: ``"was killed by SIGKILL"``. Takes its exit status."""
+        code = self._exit_code()
+        if code is None:
+            return "ended, and its exit status was taken by somebody else"
+
+        if code >= 0:
+            return f"ended with exit status {code}"
+
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+
+        return f"was killed by {name}"
+
+    def close(self) -> None:
+        """Let go of what belongs to it. It has ended."""
+        self.line.close()
+        os.close(self.death)
+        if self._exit_code() is not None:
+            self._process.close()
+
+    def _exit_code(self) -> int | None:
+        if self._process.exitcode is None:
+            self._process.join(SLACK)
+
+        return self._process.exitcode
+
+
+class ProcessRun:
+    """One spawn() over processes, to its caller what ``_ranks.Run`` is over threads."""
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], devices: dict[int, str], ranks_per_process: int
+    ) -> None:
+        """
+        :raises TypeError: if ``fn`` is none that another process could find.
+        :raises UnsupportedOperationError: if this process may not have children.
+        """
+        _check_may_start()
+        self._work = _parcel.Work(fn, args)
+        self._work.check()
+        self._devices, self._ranks_per_process = devices, ranks_per_process
+        self._processes: list[RankProcess] = []
+        self._results: dict[int, bytearray] = {}
+        self.failures: dict[int, Failure] = {}
+        """By rank, in the order in which they came."""
+        self.stopped: str | None = None
+        """Why the rank that called spawn() was itself ended meanwhile."""
+        self._busy: dict[int, RankProcess] = {}
+        """The ranks that did not return when they were told to."""
+        self._hurry = False
+        self._server: dist.Store | None = None
+        self._lock = threading.Lock()
+        self._wake: tuple[int, int] | None = None
+        self._selector = selectors.DefaultSelector()
+
+    def start(self, threads_per_rank: int | None) -> None:
+        """Start all processes, with that many intra-op threads for each rank; None leaves them alone.
+
+        :raises TypeError: if the work can't be pickled; then nothing was started.
+        """
+        with self._lock:
+            self._wake = os.pipe()
+            self._selector.register(self._wake[0], selectors.EVENT_READ, lambda _: os.read(self._wake_end(), 1))
+            if self.stopped is not None:
+                return
+
+        server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._server = server  # here, so that it outlives every rank
+        ranks, backends = list(self._devices), _authority.overrides()
+        for first in range(0, len(ranks), self._ranks_per_process):
+            devices = {rank: self._devices[rank] for rank in ranks[first : first + self._ranks_per_process]}
+            plan = Plan(devices, len(ranks), threads_per_rank, server.port, os.getpid(), backends)
+            with _no_interrupt():
+                process = RankProcess(plan, self._work)
+                self._processes.append(process)
+
+            self._listen(process)
+
+    def wait(self, timeout: float | None) -> None:
+        """Until all ranks have returned, or one has failed, or the time is over."""
+        self._pump(lambda: bool(self.failures or self.stopped or all(one.done for one in self._processes)), timeout)
+
+    def abort(self, reason: str, *, died: bool = False) -> None:
+        """End the wait: the rank that called spawn() is being ended."""
+        with self._lock:
+            self.stopped = self.stopped or reason
+            if self._wake is not None:
+                os.write(self._wake[1], b".")
+
+    def unfinished(self) -> set[int]:
+        """The ranks that have not returned."""
+        return set().union(*(one.unheard for one in self._processes))
+
+    def end(self, reason: str, culprit: int | None = None) -> None:
+        """Wake every rank from every wait of ours, give them time to return, and end the processes that are left."""
+        self._hurry = True
+        head_start = HEAD_START if culprit is not None else 0.0
+        for process in self._processes:
+            if process.began:
+                process.line.send(Word.END, int(head_start * 1e3), reason.encode())
+            else:
+                process.signal(signal.SIGTERM)  # none of its ranks runs yet
+
+        self._pump(self._all_exited, head_start + GRACE + SLACK)
+        for process in self._processes:
+            if process.began and not process.exited:
+                self._busy.update(dict.fromkeys(sorted(process.unheard), process))
+
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._processes:
+                process.signal(number)
+
+            self._pump(self._all_exited, TERM)
+
+    def join(self) -> None:
+        """Wait for the processes, whose ranks have returned, and let go of everything."""
+        try:
+            self._pump(self._all_exited, 0.0 if self._hurry else EXIT)
+            for process in self._processes:
+                if not process.exited and not self._hurry:
+                    log.warning(
+                        "the process of %s (pid %s) was killed: its ranks had returned, and it did not end within %s",
+                        rank_list(process.ranks), process.pid, seconds(EXIT),
+                    )  # fmt: skip
+        finally:
+            for process in self._processes:
+                process.signal(signal.SIGKILL)
+
+            for process in self._processes:
+                process.close()
+
+            self._selector.close()
+            self._server = None
+            with self._lock:
+                for fd in self._wake or ():
+                    os.close(fd)
+
+                self._wake = None
+
+    def first_failure(self) -> Failure:
+        """Who failed first."""
+        return next(iter(self.failures.values()))
+
+    def culprit(self) -> Failure:
+        """The rank that failed first by itself: one that was only told of it may have been quicker to raise."""
+        first, *others = self.failures.values()
+        return first.first(others)
+
+    def left_behind(self) -> str:
+        """Names the ranks that did not return when they were told to; empty where all have returned."""
+        if not self._busy:
+            return ""
+
+        pids = ", ".join(dict.fromkeys(str(process.pid) for process in self._busy.values()))
+        return (
+            f"; {rank_list(self._busy)} did not return within {seconds(GRACE)}, "
+            f"so {'its process was' if len(self._busy) == 1 else 'their processes were'} ended (pid {pids})"
+        )
+
+    def take_results(self) -> list[Any]:
+        """What the ranks returned, by rank.
+
+        :raises RankFailedError: if that can't be unpickled here.
+        """
+        return [self._unwrapped(rank) for rank in self._devices]
+
+    def _unwrapped(self, rank: int) -> Any:  # noqa: ANN401 - whatever the rank returned
+        try:
+            return _parcel.unwrap(self._results.pop(rank))
+        except Exception as error:
+            raise RankFailedError(
+                f"rank {rank} of {len(self._devices)} returned what can't be unpickled in the process that called "
+                f"spawn(): {one_line(said(error))}",
+                rank,
+            ) from error
+
+    def _listen(self, process: RankProcess) -> None:
+        def on_line(events: int) -> None:
+            if events & selectors.EVENT_READ:
+                self._hear(process)
+
+            if process.line.ended:
+                self._selector.unregister(process.line)
+            else:
+                want = selectors.EVENT_READ | (0 if process.line.flush() else selectors.EVENT_WRITE)
+                self._selector.modify(process.line, want, on_line)
+
+        def on_death(_: int) -> None:
+            self._selector.unregister(process.death)
+            self._hear(process)
+            process.exited = True
+            status = process.status()
+            if process.unheard and not process.done and not process.ended_here:
+                self._died(process, status)
+
+        self._selector.register(process.line, selectors.EVENT_READ | selectors.EVENT_WRITE, on_line)
+        self._selector.register(process.death, selectors.EVENT_READ, on_death)
+
+    def _hear(self, process: RankProcess) -> None:
+        while (frame := process.line.receive()) is not None:
+            self._take(process, frame)
+
+    def _take(self, process: RankProcess, frame: Frame) -> None:
+        rank = frame.number
+        if frame.word is Word.BEGAN:
+            process.began = True
+        elif frame.word is Word.DONE:
+            process.done = True
+        elif frame.word is Word.BUSY:
+            self._busy[rank] = process
+        else:
+            process.unheard.discard(rank)
+            if frame.word is Word.RESULT:
+                self._results[rank] = frame.body
+            else:
+                failure = _parcel.unwrap_error(frame.body, rank, len(self._devices), process.pid)
+                self.failures.setdefault(rank, failure)
+
+    def _died(self, process: RankProcess, status: str) -> None:
+        ranks, world_size = sorted(process.unheard), len(self._devices)
+        who = f"{rank_list(ranks)} of {world_size} (pid {process.pid})"
+        if not process.began:
+            status = f"{status} before {'it' if len(ranks) == 1 else 'they'} began: {_why_not_begun(status)}"
+        elif len(ranks) > 1:
+            status = status.replace("was killed", "were killed")
+
+        self.failures.setdefault(
+            ranks[0], Failure(ranks[0], f"{who} {status}", f"{rank_list(ranks)} (pid {process.pid}) {status}")
+        )
+
+    def _all_exited(self) -> bool:
+        return all(process.exited for process in self._processes)
+
+    def _wake_end(self) -> int:
+        return self._wake[0] if self._wake is not None else -1
+
+    def _pump(self, until: Callable[[], bool], timeout: float | None) -> None:
+        """Take what the processes say until that is true, or the time is over."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not until():
+            left = None if deadline is None else deadline - time.monotonic()
+            ready = self._selector.select(left)
+            for key, events in ready:
+                if key.fd in self._selector.get_map():  # not let go of by one before
+                    key.data(events)
+
+            if left is not None and left <= 0 and not ready:
+                return
+
+
+def _why_not_begun(status: str) -> str:
+    if status.endswith(f" {UNGUARDED}"):
+        return (
+            "the main module calls spawn() while it is imported, and each new process imports it. Put the call under "
+            "if __name__ == '__main__':"
+        )
+
+    return "the new interpreter could not import the main module, or dtorch; what it said is on stderr"
+
+
+def _check_may_start() -> None:
+    current = multiprocessing.current_process()
+    if getattr(current, "_inheriting", False):
+        # multiprocessing refuses this as well, by an error that a main module could catch and go on.
+        sys.stderr.write(
+            f"dtorch: pid {os.getpid()} was started by spawn(), imports the main module, and is asked by it to spawn() "
+            f"again. Put the call under if __name__ == '__main__':\n"
+        )
+        raise SystemExit(UNGUARDED)
+
+    if current.daemon:
+        raise UnsupportedOperationError(
+            f"spawn: {current.name} is a daemonic process of multiprocessing, which may not have children; start it "
+            f"with daemon=False, or use ranks_as='threads'"
+        )
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """What is started in here does not hear Ctrl-C until it unblocks it: a new interpreter would print a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
