@@ -82,7 +82,25 @@ def all_to_all(
     group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
 ) -> dist.Work:
     opts = options("AllToAllOptions", timeout)
-    return _called(group, timeout, lambda lay: group.alltoall(lay.outputs(outputs), lay.inputs(inputs), opts))
+    try:
+        return _called(group, timeout, lambda lay: group.alltoall(lay.outputs(outputs), lay.inputs(inputs), opts))
+    except RuntimeError as error:  # c10d's own, raised before anything is sent
+        if "does not support alltoall" not in str(error):
+            raise
+
+    return _all_to_all_single(group, outputs, inputs, timeout)
+
+
+def _all_to_all_single(
+    group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
+) -> dist.Work:
+    """For groups that exchange parts of one tensor only, such as torch 2.11's Gloo."""
+    exchange = getattr(group, "all_to_all_single", None) or group.alltoall_base  # the name up to torch 2.12
+    stand_ins = _StandIns()
+    given = torch.cat([tensor.view(-1) for tensor in stand_ins.inputs(inputs)])
+    arriving, leaving = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))
+    work = exchange(stand_ins.joined(outputs), given, arriving, leaving, options("AllToAllOptions", timeout))
+    return ForeignWork(work, timeout, stand_ins.cuda, stand_ins.pairs)  # type: ignore[return-value]
 
 
 def gather(
@@ -140,6 +158,14 @@ class _StandIns:
         """For one that is read and written."""
         twin = self._instead(tensor)
         return twin if twin is tensor else twin.copy_(tensor)
+
+    def joined(self, outputs: Sequence[Tensor]) -> Tensor:
+        """One flat tensor for several that are written."""
+        whole = torch.empty(sum(tensor.numel() for tensor in outputs), dtype=outputs[0].dtype, device=outputs[0].device)
+        parts = whole.split([tensor.numel() for tensor in outputs])
+        self.pairs += [(tensor, part.view(tensor.shape)) for tensor, part in zip(outputs, parts, strict=True)]
+        self.cuda = self.cuda or whole.is_cuda
+        return whole
 
     def _instead(self, tensor: Tensor) -> Tensor:
         self.cuda = self.cuda or tensor.is_cuda

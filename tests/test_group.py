@@ -49,6 +49,7 @@ class Plugin:
             BackendSpec("gloo", f"{__name__}:open_gloo", probe, capabilities=FEW),
             BackendSpec("bare", f"{__name__}:open_gloo", probe, capabilities=frozenset({"cpu"})),
             BackendSpec("all", f"{__name__}:open_gloo", probe, capabilities=FEW | {"any_source", "split", "uneven"}),
+            BackendSpec("uneven", f"{__name__}:open_gloo", probe, capabilities=FEW | {"uneven"}),
             BackendSpec("text", f"{__name__}:open_something_else", probe),
         ]
 
@@ -116,6 +117,30 @@ class TestValues:
             assert group.barrier() is None
 
         on_ranks(body, world_size)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_all_to_all_of_a_group_that_exchanges_parts_of_one_tensor(self, layout, monkeypatch):
+        """As torch 2.11's with Gloo, which takes no lists of tensors."""
+
+        def alltoall(*args):
+            raise RuntimeError("Backend gloo does not support alltoall")
+
+        monkeypatch.setattr(dist.ProcessGroup, "alltoall", alltoall)
+
+        def body(group):
+            rank = group.rank
+            xs = [LAYOUTS[layout](r) for r in range(2)]
+            wanted = torch.cat([x.chunk(2, 1)[rank] for x in xs])
+            assert torch.equal(group.all_to_all(xs[rank], 1, 0), wanted)
+            out = torch.zeros(3, 12, dtype=xs[0].dtype).t()
+            assert group.all_to_all(xs[rank], 1, 0, out=out) is out
+            assert torch.equal(out, wanted)
+            uneven = [x[: 2 * (r + s)] for r, x in enumerate(xs) for s in range(2)]
+            got = group.all_to_all_list(uneven[2 * rank : 2 * rank + 2])
+            assert [tensor.shape for tensor in got] == [(2 * rank, 6), (2 * rank + 2, 6)]
+            assert all(map(torch.equal, got, uneven[rank::2]))
+
+        on_ranks(body, backend="uneven")
 
     def test_results_go_into_any_memory(self):
         def body(group):

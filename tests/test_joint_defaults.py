@@ -20,7 +20,7 @@ from dtorch_core import (
     hookimpl,
     use_backend,
 )
-from dtorch_core.testing import Background, asleep, run_kit, run_ranks
+from dtorch_core.testing import DEVICES, Background, asleep, run_kit, run_ranks
 
 LIMIT = 15.0
 
@@ -80,9 +80,9 @@ def add_up(offers):
 class TestGroupOverFourSteps:
     """What the kit asks of a group, over a store with the defaults: the tests that a store can make fail."""
 
-    TESTS = """
-        test_collective_of_odd_and_empty_shapes[cpu-1] test_collective_of_odd_and_empty_shapes[cpu-3]
-        test_collective_of_large_tensors[cpu-2] test_collective_of_any_layout test_result_shares_no_memory
+    TESTS = f"""
+        test_collective_of_odd_and_empty_shapes[{DEVICES[0]}-1] test_collective_of_odd_and_empty_shapes[{DEVICES[0]}-3]
+        test_collective_of_large_tensors[{DEVICES[0]}-2] test_collective_of_any_layout test_result_shares_no_memory
         test_result_is_of_its_own_ranks_inference_mode test_out_may_be_the_input test_out_of_all_to_all_may_be_the_input
         test_many_in_flight_are_waited_for_in_any_order test_large_and_small_in_flight
         test_work_that_is_dropped_ends_all_the_same test_work_may_be_waited_for_by_several_threads
