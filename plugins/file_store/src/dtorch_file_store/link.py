@@ -1,0 +1,140 @@
+"""The connection to one other process of the session: messages in order, descriptors with them, never a blocking send."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import threading
+from collections import deque
+
+from dtorch_file_store.wire import Message, Reader
+
+_RECEIVE = 256 * 1024
+_FDS = 64
+_SEND_AT_ONCE = 64
+
+
+class Link:
+    """What is queued leaves in the order in which it was queued. A peer that reads nothing makes nobody wait."""
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        """
+        :param peer: the other node's number.
+        """
+        sock.setblocking(False)
+        self.socket = sock
+        self.peer = peer
+        self.lost = False
+        """The other end is gone: what is queued goes nowhere."""
+        self.early: list[Message] = []
+        """What came before anybody read regularly."""
+        self._out: deque[tuple[bytes | memoryview, int | None]] = deque()
+        self._sending = threading.Lock()
+        self._reader = Reader()
+        self._fds: deque[int] = deque()
+
+    def queue(self, frame: bytes, fd: int | None = None) -> None:
+        """Put a message behind the others; :meth:`flush` sends it. ``fd`` goes with it, and stays the caller's."""
+        self._out.append((frame, None if fd is None else os.dup(fd)))
+
+    def flush(self, *, last: bool = False) -> bool:
+        """Send what the socket takes; false if some is left because the peer does not read.
+
+        :param last: wait for another thread that is sending.
+        """
+        while self._out and not self.lost:
+            # Whoever holds the lock looks again after it has let it go, so that nothing is left behind.
+            if not self._sending.acquire(blocking=last):
+                return True
+
+            try:
+                if not self._send():
+                    return False
+            except OSError:
+                self.lost = True  # the reading side says so to everybody
+            finally:
+                self._sending.release()
+
+        return True
+
+    def _send(self) -> bool:
+        while self._out:
+            data, fd = self._out[0]
+            if fd is None and len(self._out) > 1:
+                data = self._gather()
+
+            try:
+                if fd is None:
+                    sent = self.socket.send(data)
+                else:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+                    sent = self.socket.sendmsg([data], rights)
+            except BlockingIOError:
+                return False
+
+            if fd is not None:
+                os.close(fd)
+
+            if sent < len(data):
+                self._out[0] = (memoryview(data)[sent:], None)
+            else:
+                self._out.popleft()
+
+        return True
+
+    def _gather(self) -> bytes | memoryview:
+        """Join the first messages, so that one call sends them. Only the sender takes from the queue."""
+        parts = []
+        while self._out and len(parts) < _SEND_AT_ONCE and self._out[0][1] is None:
+            parts.append(self._out.popleft()[0])
+
+        joined = b"".join(parts)
+        self._out.appendleft((joined, None))
+        return joined
+
+    def receive(self) -> list[Message] | None:
+        """The messages that have come; None if the peer's end is closed."""
+        data = self._pull()
+        return None if data == b"" else self._reader.feed(data) if data else []
+
+    def last_words(self) -> list[Message]:
+        """All that the peer sent before its process ended."""
+        words: list[Message] = []
+        while data := self._pull():
+            words += self._reader.feed(data)
+
+        return words
+
+    def _pull(self) -> bytes | None:
+        """Some bytes; none at the end of the stream, None if there is nothing to read now."""
+        try:
+            data, ancillary, _, _ = self.socket.recvmsg(_RECEIVE, socket.CMSG_SPACE(_FDS * 4))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                self._fds.extend(fds)
+
+        return data
+
+    def take_fd(self) -> int:
+        """The descriptor that came with the message now being read; the caller closes it."""
+        return self._fds.popleft()
+
+    def close(self) -> None:
+        """Close the socket, and descriptors that nobody took."""
+        self.lost = True
+        self.socket.close()
+        while self._fds:
+            os.close(self._fds.popleft())
+
+        while self._out:
+            _, fd = self._out.popleft()
+            if fd is not None:
+                os.close(fd)

@@ -1,0 +1,381 @@
+"""One process of a session: its connections to the others, and the threads that wait for what they say.
+
+There is no hub and nothing shared but memory: each node keeps the state that its own ranks have made, tells the others
+by messages, and reads theirs. A node's state is guarded by one mutex, held for microseconds: nobody sleeps, calls torch
+or sends under it.
+
+One thread at a time reads the sockets: a thread that waits does it itself, so that a message wakes the thread that it
+is for, not one that would have to wake it. The others sleep; whoever stops reading hands that on to one of them. A
+background thread reads when nobody has waited for a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from dtorch_file_store.link import Link
+from dtorch_file_store.presence import Presence
+from dtorch_file_store.waiting import Notice, Waiter
+from dtorch_file_store.wire import Message
+
+log = logging.getLogger("dtorch")
+
+LEASE = 0.002
+"""Seconds without a waiting thread after which the background thread reads: it does not compete with threads that
+wait again and again, and a request of another process finds somebody who answers."""
+
+LINGER = 1.0
+"""Seconds that a node which closes gives to peers that do not read, for its last words."""
+
+Handler = Callable[[int, Message], Iterable[Waiter]]
+"""Takes a peer's number and a message, under the mutex; returns the waiters that it has settled."""
+
+
+class Node:
+    """This process's side of a session."""
+
+    def __init__(self, label: str, index: int, homes: Sequence[int], pids: Sequence[int]) -> None:
+        """
+        :param index: this node's number.
+        :param homes: the node of each rank.
+        :param pids: the process of each rank.
+        """
+        self.index = index
+        self.homes = homes
+        self.pid = os.getpid()
+        self.presence = Presence(label, pids)
+        self.mutex = threading.Lock()
+        self.links: dict[int, Link] = {}
+        self.handlers: dict[str, Handler] = {}
+        self.on_lost: Callable[[], Iterable[Waiter]] = tuple
+        """Called under the mutex when a process has died: the waiters that this settles."""
+        self.on_gone: Callable[[int], Iterable[Waiter]] = lambda node: ()
+        """Called under the mutex with a node that has nothing more to say."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called once, when all is closed and sent."""
+        self._dirty: list[Link] = []
+        self._driver: object | None = None
+        self._followers: list[Waiter] = []
+        self._left = 0.0
+        self._epoll = select.epoll()
+        self._kick = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._kick, select.EPOLLIN)
+        self._pidfds: dict[int, int] = {}
+        self._links_by_fd: dict[int, Link] = {}
+        self._blocked: set[int] = set()
+        self.gone: set[int] = set()
+        """Nodes that have nothing more to say."""
+        self.trash: list[object] = []
+        """What is let go outside the mutex, with the next :meth:`after`: it may hold tensors."""
+        self._closing = False
+        self.forked = False
+        self._reader = 0
+        """The thread that reads now."""
+        self._quiet = threading.Event()
+        """Nobody reads any more. Set once the node closes."""
+        self._parked = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # Peers
+
+    def connect(self, links: Iterable[Link]) -> None:
+        """Take over the connections; from now on a peer's death is noticed."""
+        for link in links:
+            self.links[link.peer] = link
+            self._links_by_fd[link.socket.fileno()] = link
+            self._epoll.register(link.socket.fileno(), select.EPOLLIN)
+            pid = next(pid for pid, home in zip(self.presence.pids, self.homes, strict=True) if home == link.peer)
+            if pid != self.pid:
+                self._watch(link.peer, pid)
+
+        for link in self.links.values():
+            early, link.early = link.early, []
+            self._handle(link, early)
+
+        if self.links:
+            self._thread = threading.Thread(target=self._read_for_nobody, name=f"{self.presence.label} reader", daemon=True)
+            self._thread.start()
+
+    def ranks_at(self, node: int) -> list[int]:
+        """The ranks of a node."""
+        return [rank for rank, home in enumerate(self.homes) if home == node]
+
+    @property
+    def own_ranks(self) -> list[int]:
+        """The ranks of this node."""
+        return self.ranks_at(self.index)
+
+    # Talking. Under the mutex; what is queued leaves with the next :meth:`after`.
+
+    def tell(self, node: int, frame: bytes, *, fd: int | None = None, lazily: bool = False) -> None:
+        """Queue a message for one other node. ``lazily``: it may wait for the next one to the same node."""
+        link = self.links.get(node)
+        if link is None or link.lost:
+            return
+
+        link.queue(frame, fd)
+        if not lazily:
+            self._dirty.append(link)
+
+    def tell_all(self, frame: bytes, *, fd: int | None = None, lazily: bool = False) -> None:
+        """Queue a message for every other node."""
+        for node in self.links:
+            self.tell(node, frame, fd=fd, lazily=lazily)
+
+    def after(self, woken: Iterable[Waiter] = ()) -> None:
+        """Send what is queued, and wake settled waiters. Outside the mutex, once it is released."""
+        while self._dirty:
+            try:
+                link = self._dirty.pop()
+            except IndexError:
+                break
+
+            if not link.flush():
+                self._watch_writable(link)
+
+        for waiter in woken:
+            self._wake(waiter)
+
+        if self.trash:
+            self.trash.clear()
+
+    # Waiting
+
+    def wait(self, waiter: Waiter, deadline: float) -> bool:
+        """Block until the waiter is settled; false at the deadline, which may be over already: then this only looks."""
+        while not waiter.settled:
+            left = deadline - time.monotonic()
+            with self.mutex:
+                if waiter.settled:
+                    break
+
+                drives = self._driver is None and bool(self.links)
+                if drives:
+                    self._driver = waiter
+                elif left <= 0:
+                    return False
+                else:
+                    waiter.prepare()
+                    self._followers.append(waiter)
+
+            if drives:
+                self._read(max(0.0, left))
+                if left <= 0:
+                    return waiter.settled
+            else:
+                self._sleep(waiter, left)
+
+        return True
+
+    def _sleep(self, waiter: Waiter, seconds: float) -> None:
+        woken = False
+        try:
+            woken = waiter.sleep(seconds)
+        finally:
+            with self.mutex:
+                self._followers.remove(waiter)
+                late = waiter.signalled and not woken
+                waiter.signalled = False
+
+            if late:
+                waiter.consume()
+
+    def _wake(self, waiter: Waiter) -> None:
+        if isinstance(waiter, Notice):
+            waiter.call()
+            return
+
+        with self.mutex:
+            sleeps = waiter in self._followers and not waiter.signalled
+            waiter.signalled = waiter.signalled or sleeps
+            reads = self._driver is waiter and self._reader != threading.get_ident()
+
+        if sleeps:
+            waiter.wake()
+        elif reads:
+            self.kick()
+
+    def kick(self) -> None:
+        """Make whoever reads look up."""
+        os.eventfd_write(self._kick, 1)
+
+    def _stop_reading(self) -> None:
+        with self.mutex:
+            self._driver, self._reader = None, 0
+            self._left = time.monotonic()
+            heir = next((other for other in self._followers if not other.settled and not other.signalled), None)
+            if heir is not None:
+                heir.signalled = True
+
+            closing = self._closing
+
+        if heir is not None:
+            heir.wake()
+
+        if closing:
+            self._quiet.set()
+
+    def _read_for_nobody(self) -> None:
+        while not self._closing:
+            with self.mutex:
+                drives = self._driver is None and time.monotonic() - self._left >= LEASE
+                if drives:
+                    self._driver = self
+
+            if drives:
+                self._read(None)
+            else:
+                self._parked.wait(LEASE)
+
+    def _read(self, seconds: float | None) -> None:
+        """Wait for messages once, and handle what has come. Called by the driver, which then is it no more."""
+        self._reader = threading.get_ident()
+        try:
+            for fd, event in self._epoll.poll(seconds):
+                link = self._links_by_fd.get(fd)
+                if link is not None:
+                    if event & select.EPOLLOUT:
+                        self._writable(link)
+
+                    if event & ~select.EPOLLOUT:
+                        self._take(link)
+                elif fd == self._kick:
+                    os.eventfd_read(self._kick)
+                else:
+                    self._ended(fd)
+        finally:
+            self._stop_reading()
+
+    def _take(self, link: Link) -> None:
+        messages = link.receive()
+        if messages is None:
+            self._lose(link.peer, "its process ended without a goodbye")
+        else:
+            self._handle(link, messages)
+
+    def _handle(self, link: Link, messages: Iterable[Message]) -> None:
+        woken: list[Waiter] = []
+        with self.mutex:
+            for message in messages:
+                woken += self.handlers[message.kind](link.peer, message)
+
+        self.after(woken)
+
+    # Death
+
+    def _watch(self, node: int, pid: int) -> None:
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            return  # the socket's end tells as well
+
+        self._pidfds[fd] = node
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def _ended(self, fd: int) -> None:
+        node = self._pidfds.pop(fd, None)
+        if node is None:
+            return
+
+        self._epoll.unregister(fd)
+        os.close(fd)
+        self._handle(self.links[node], self.links[node].last_words())
+        self._lose(node, "its process ended without a goodbye")
+
+    def _lose(self, node: int, reason: str) -> None:
+        """The process is gone. If its ranks have said goodbye that is all there is to it."""
+        link = self.links[node]
+        with self.mutex:
+            if node in self.gone:
+                return
+
+            self.gone.add(node)
+            link.lost = True
+            fd = link.socket.fileno()
+            if fd in self._links_by_fd:
+                del self._links_by_fd[fd]
+                self._epoll.unregister(fd)
+
+            missed = [rank for rank in self.ranks_at(node) if rank not in self.presence.closed]
+            for rank in missed:
+                self.presence.died.setdefault(rank, reason)
+
+            woken = list(self.on_gone(node)) + (list(self.on_lost()) if missed else [])
+
+        self.after(woken)
+
+    @property
+    def lost_nodes(self) -> set[int]:
+        """The nodes whose process ended without a goodbye."""
+        return {self.homes[rank] for rank in self.presence.died if self.homes[rank] in self.gone}
+
+    # Peers that do not read
+
+    def _watch_writable(self, link: Link) -> None:
+        with self.mutex:
+            fd = link.socket.fileno()
+            if fd in self._links_by_fd and fd not in self._blocked:
+                self._blocked.add(fd)
+                self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+
+    def _writable(self, link: Link) -> None:
+        if link.flush():
+            with self.mutex:
+                fd = link.socket.fileno()
+                if fd in self._blocked and fd in self._links_by_fd:
+                    self._blocked.discard(fd)
+                    self._epoll.modify(fd, select.EPOLLIN)
+
+    # The end
+
+    def close(self) -> None:
+        """Every rank of this process has said goodbye: send the last words, and let everything go."""
+        with self.mutex:
+            self._closing = True
+            reads_itself = self._reader == threading.get_ident()
+            busy = self._driver is not None
+
+        if reads_itself:  # a callback of ours closes it: what it returns to still needs the descriptors
+            threading.Thread(target=self._finish, args=(True,), name=f"{self.presence.label} closes").start()
+        else:
+            self._finish(busy)
+
+    def _finish(self, busy: bool) -> None:
+        self._parked.set()
+        if busy:
+            self.kick()
+            self._quiet.wait(LINGER)
+
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(LINGER)
+
+        deadline = time.monotonic() + LINGER
+        for link in self.links.values():
+            while not link.flush(last=True) and time.monotonic() < deadline:
+                select.select([], [link.socket], [], max(0.0, deadline - time.monotonic()))
+
+            link.close()
+
+        self._release()
+        self.on_end()
+
+    def forget_fork(self) -> None:
+        """In a forked child: this node is the parent's. Its connections must end when the parent does."""
+        self.forked = True
+        for link in self.links.values():
+            link.close()
+
+        self._release()
+
+    def _release(self) -> None:
+        for fd in self._pidfds:
+            os.close(fd)
+
+        self._pidfds.clear()
+        self._epoll.close()
+        os.close(self._kick)

@@ -1,0 +1,244 @@
+"""What the ranks of one process share in one opening, and how an opening ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from dtorch_core.errors import AbortedError, ProtocolError
+from dtorch_file_store.arena import Arena, Mapping, Segment
+from dtorch_file_store.gates import Gate
+from dtorch_file_store.keys import Keys, Publication
+from dtorch_file_store.node import Node
+from dtorch_file_store.tensors import Layout
+from dtorch_file_store.values import ArrivedValue, MappedValue, Value
+from dtorch_file_store.waiting import Failure, Waiter, settle
+from dtorch_file_store.wire import Message, frame
+
+SETTLING = 0.05
+"""Seconds that survivors of a death wait for what others said before: one may be stopped."""
+
+_alive: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Session:
+    """Keys, gates and shared memory of this process's ranks."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.presence = node.presence
+        self.arena = Arena(node.presence.label, self._announce)
+        self.keys = Keys(node, self._arrived)
+        self._reset = Gate("reset", node)
+        self._barrier = Gate("barrier", node, elsewhere=self._reset.standing)
+        self._reset.on_opening, self._reset.on_coming = self._drop, self._give_up
+        self._barrier.on_coming = self._give_up
+        self.keys.resetting = self._reset.standing
+        self._segments: dict[tuple[int, int], tuple[int, int] | Mapping] = {}
+        self._mapping = threading.Lock()
+        self._ending = False
+        self._said_all: set[int] = set()
+        self._timer: threading.Timer | None = None
+        node.on_lost, node.on_gone = self._end, self._node_gone
+        for kind in ("segment", "goodbye", "died", "aborted", "ending"):
+            node.handlers[kind] = getattr(self, f"_on_{kind}")
+
+        _alive.add(self)
+
+    def check(self, call: str) -> None:
+        """:raises ProtocolError: in a process that was forked from the one that opened it."""
+        if self.node.forked:
+            raise ProtocolError(
+                f"{call}: {self.presence.label} was opened in pid {self.node.pid}, and this is pid {os.getpid()}, "
+                f"forked from it; start processes by spawn, and open it there"
+            )
+
+    # Gates
+
+    def barrier(self, rank: int, timeout: float) -> None:
+        """Wait for every rank."""
+        self._barrier.pass_through(rank, timeout)
+
+    def reset(self, rank: int, timeout: float) -> None:
+        """Drop every key, once all ranks are here. This rank's other waits are over at once."""
+        with self.node.mutex:
+            woken = self._end_waits_of(rank, f"{self.presence.me(rank)}: it called reset()", self._barrier)
+
+        self.node.after(woken)
+        self._reset.pass_through(rank, timeout)
+
+    def _drop(self) -> list[Waiter]:
+        """The reset gate opens."""
+        # Not those in reset(): it is they who did it.
+        text = f"{self.presence.label}: it was reset meanwhile"
+        woken = settle(self.keys.waiters(), lambda _: lambda: AbortedError(text))
+        woken += self._barrier.end(lambda _: lambda: AbortedError(text))
+        dropped: list[Publication] = self.keys.drop()
+        self.node.trash.extend(dropped)
+        return woken + self.keys.after_drop()
+
+    # Ends
+
+    def close(self, rank: int) -> None:
+        """Say goodbye: waits that only this rank could satisfy end."""
+        with self.node.mutex:
+            if rank in self.presence.closed:
+                return
+
+            estate, borrows = self.keys.estate_of(rank), self.keys.borrows_of(rank)
+            self.node.tell_all(frame("goodbye", rank, borrows, estate))
+            woken = self._left(rank, borrows, estate)
+            reason = f"{self.presence.me(rank)}: it was closed"
+            woken += self._end_waits_of(rank, reason, self._barrier, self._reset)
+            last = self.presence.closed.issuperset(self.node.own_ranks)
+
+        self.node.after(woken)
+        if last:
+            self.node.close()
+            self.let_go()
+
+    def die(self, rank: int, reason: str) -> None:
+        """The rank failed: every wait that is not satisfied ends, now and later."""
+        with self.node.mutex:
+            self.presence.died.setdefault(rank, reason)
+            self.node.tell_all(frame("died", rank, reason))
+            woken = self._end()
+
+        self.node.after(woken)
+
+    def abort(self, reason: str) -> None:
+        """End every wait of every rank, now and later."""
+        with self.node.mutex:
+            self.presence.aborted = self.presence.aborted or reason
+            self.node.tell_all(frame("aborted", reason))
+            woken = self._end()
+
+        self.node.after(woken)
+
+    def let_go(self) -> None:
+        """Give back shared memory, and what peers have given; tensors that are still borrowed keep theirs."""
+        self.arena.close()
+        with self._mapping:
+            for found in self._segments.values():
+                if isinstance(found, Mapping):
+                    found.close()
+                else:
+                    os.close(found[0])
+
+            self._segments.clear()
+
+    # Shared memory of peers
+
+    def mapping(self, node: int, number: int) -> Mapping:
+        """A peer's segment; mapped when it is first needed."""
+        with self._mapping:
+            found = self._segments[node, number]
+            if not isinstance(found, Mapping):
+                found = self._segments[node, number] = Mapping(*found)
+
+            return found
+
+    def _announce(self, segment: Segment) -> None:
+        with self.node.mutex:
+            self.node.tell_all(frame("segment", segment.number, segment.size), fd=segment.fd)
+
+        self.node.after()
+
+    def _arrived(self, home: int, described: Any, body: bytes) -> Value:  # noqa: ANN401
+        kind, *fields = described
+        if kind == "body":
+            return ArrivedValue(Layout.from_json(fields[0]), body)
+
+        number, offset, layout = fields
+        return MappedValue(Layout.from_json(layout), offset, lambda: self.mapping(home, number))
+
+    # What other nodes say. Under the mutex.
+
+    def _on_segment(self, peer: int, message: Message) -> Iterable[Waiter]:
+        number, size = message.fields
+        self._segments[peer, number] = self.node.links[peer].take_fd(), size
+        return ()
+
+    def _on_goodbye(self, peer: int, message: Message) -> Iterable[Waiter]:
+        return self._left(*message.fields)
+
+    def _on_died(self, peer: int, message: Message) -> Iterable[Waiter]:
+        rank, reason = message.fields
+        self.presence.died.setdefault(rank, reason)
+        return self._end()
+
+    def _on_aborted(self, peer: int, message: Message) -> Iterable[Waiter]:
+        (reason,) = message.fields
+        self.presence.aborted = self.presence.aborted or reason
+        return self._end()
+
+    def _on_ending(self, peer: int, message: Message) -> Iterable[Waiter]:
+        self._said_all.add(peer)
+        return self._end_if_all_is_said()
+
+    def _left(self, rank: int, borrows: Any, estate: Any) -> list[Waiter]:  # noqa: ANN401
+        self.presence.closed.add(rank)
+        return self.keys.rank_left(rank, borrows, estate) + self._give_up()
+
+    def _node_gone(self, node: int) -> list[Waiter]:
+        woken = self.keys.node_gone(node)
+        return woken + (self._end_if_all_is_said() if self._ending else [])
+
+    # A rank has died or aborted. What others had told this node before they knew is still on its way, and what it
+    # satisfies is satisfied on every node alike: so each says when it has nothing more to say of that time.
+
+    def _end(self) -> list[Waiter]:
+        if not self._ending:
+            self._ending = True
+            self.node.tell_all(frame("ending"))
+            if self._silent():
+                timer = threading.Timer(SETTLING, self._end_now)
+                timer.name, timer.daemon = f"{self.presence.label} ends", True
+                timer.start()
+                self._timer = timer
+
+        return self._end_if_all_is_said()
+
+    def _silent(self) -> set[int]:
+        """The nodes that may have something to say."""
+        return set(self.node.links) - self.node.gone - self._said_all
+
+    def _end_if_all_is_said(self) -> list[Waiter]:
+        if not self._ending or self._silent():
+            return []
+
+        self.presence.over_for_all = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+        return self._give_up()
+
+    def _end_now(self) -> None:
+        with self.node.mutex:
+            self._said_all.update(self.node.links)
+            woken = self._end_if_all_is_said()
+
+        self.node.after(woken)
+
+    def _give_up(self) -> list[Waiter]:
+        """Whatever can't end well any more: the waiters that this settles."""
+        return [waiter for part in (self.keys, self._barrier, self._reset) for waiter in part.give_up()]
+
+    def _end_waits_of(self, rank: int, reason: str, *gates: Gate) -> list[Waiter]:
+        def failure_of(waiter: Waiter) -> Failure | None:
+            return (lambda: AbortedError(reason)) if waiter.rank == rank else None
+
+        woken = settle(self.keys.waiters(), failure_of)
+        return woken + [waiter for gate in gates for waiter in gate.end(failure_of)]
+
+
+def _forked() -> None:
+    """In a forked child: the sessions are the parent's, and have to end when it does."""
+    for session in list(_alive):
+        session.node.forget_fork()
+
+
+os.register_at_fork(after_in_child=_forked)
