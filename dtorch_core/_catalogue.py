@@ -9,25 +9,19 @@ from dtorch_core._reasons import Kind, Verdict
 from dtorch_core._text import canonical
 
 DISTRIBUTIONS: dict[Kind, dict[str, str]] = {
-    "store": {"memory": "dtorch-memory-store"},
+    "store": {"memory": "dtorch-memory-store", "file": "dtorch-file-store"},
     "group": {"samedevice": "dtorch-samedevice-group"},
-    "promise": {"memory": "dtorch-memory-store"},
+    "promise": {"memory": "dtorch-memory-store", "file": "dtorch-file-store"},
 }
 """First-party backends and the distribution that brings each."""
 
 RESERVED: dict[Kind, dict[str, str]] = {
-    "store": {
-        "file": "processes of one host",
-        "network": "several hosts",
-    },
+    "store": {"network": "several hosts"},
     "group": {
         "nccl": "ranks that each have their own GPU",
         "mixed": "ranks of which only some share a device, and several hosts",
     },
-    "promise": {
-        "file": "processes of one host",
-        "network": "several hosts",
-    },
+    "promise": {"network": "several hosts"},
 }
 """Names kept for backends that no distribution offers yet, and what each will be for."""
 

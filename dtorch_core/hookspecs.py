@@ -1,4 +1,4 @@
-"""The six hooks: the map of the product.
+"""The seven hooks: the map of the product.
 
 A plugin is a module that implements some of them, named by an entry point in the group ``dtorch``. It must not
 import torch: the hooks are called to list and to choose, and only the chosen backend's factory is imported.
@@ -57,3 +57,11 @@ def dtorch_rank_backends(kind: Kind, topology: Topology, verdicts: Sequence[Verd
 @hookspec
 def dtorch_backend_selected(selection: Selection) -> None:
     """Observe a choice, on every rank, after it was made. Errors are logged and listed, never raised."""
+
+
+@hookspec
+def dtorch_doctor() -> Iterable[str]:  # type: ignore[empty-body]
+    """Say in ``dtorch doctor`` what this plugin has on this machine, in lines of text, and remove what was left behind.
+
+    An error that it raises is a problem of the report.
+    """

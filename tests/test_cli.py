@@ -25,6 +25,17 @@ PLUGIN = """
         return [BackendSpec({name!r}, "a:b", lambda topology: Support.yes(1000, "fits"), capabilities={words!r})]
 """
 
+DOCTOR = """
+    from dtorch_core import hookimpl
+
+    @hookimpl
+    def dtorch_doctor():
+        {body}
+"""
+
+PARTS = {"system", "environment", "plugins", "metadata", "torch", "selection", "reports", "flight recorder"}
+"""Of the doctor's report."""
+
 
 def source(name, before="", words=frozenset()):
     return PLUGIN.replace("{before}", before).replace("{name!r}", repr(name)).replace("{words!r}", repr(set(words)))
@@ -353,7 +364,7 @@ class TestDoctor:
     def test_healthy(self, dtorch):
         status, out, _ = dtorch("doctor")
         assert status == 0
-        for part in ("system", "environment", "plugins", "metadata", "torch", "selection", "flight recorder"):
+        for part in PARTS:
             assert f"\n{part}\n" in f"\n{out}"
 
         for said in ("no DTORCH variable is set", "mine-dist 1.0", "OMP_NUM_THREADS", "store: mine", "no problem"):
@@ -365,10 +376,34 @@ class TestDoctor:
 
     def test_json(self, dtorch):
         facts = json.loads(dtorch("doctor", "--json")[1])
-        parts = {"system", "environment", "plugins", "metadata", "torch", "selection", "flight recorder"}
-        assert set(facts) == parts | {"problems"}
+        assert set(facts) == PARTS | {"problems"}
         assert facts["system"]["OMP_NUM_THREADS"] is None
         assert facts["selection"]["2 ranks, threads of one process, sharing cpu"]["store"] == "mine"
+
+    def test_plugins_report(self, dtorch, site):
+        site.add("own-dist", DOCTOR.format(body="return (f'{n} sockets' for n in (1, 2))"), plugin="own")
+        site.add("none-dist", DOCTOR.format(body="return []"), plugin="none")
+        assert self.problems(dtorch) == []
+        assert "\n  own-dist 1.0: 1 sockets\n  own-dist 1.0: 2 sockets\n" in dtorch("doctor")[1]
+        facts = json.loads(dtorch("doctor", "--json")[1])["reports"]
+        assert facts["own-dist 1.0"] == ["1 sockets", "2 sockets"]
+        assert facts["none-dist 1.0"] == []
+
+    @pytest.mark.parametrize(
+        ("body", "said"),
+        [
+            ("raise OSError('the folder is somebody else\\'s')", "OSError: the folder is somebody else's"),
+            ("return 'one line'", "must return lines of text in a list, not 'one line'"),
+            ("return [1]", r"must return lines of text in a list, not [1]"),
+            ("return None", r"must return lines of text in a list, not None"),
+        ],
+    )
+    def test_report_that_fails_is_a_problem_and_stops_no_other(self, dtorch, site, body, said):
+        site.add("bad-dist", DOCTOR.format(body=body), plugin="bad")
+        site.add("own-dist", DOCTOR.format(body="return ['all is well']"), plugin="own")
+        (problem,) = self.problems(dtorch)
+        assert problem.startswith("dtorch_doctor of bad-dist 1.0: ") and said in problem
+        assert "own-dist 1.0: all is well" in dtorch("doctor")[1]
 
     def test_broken_plugins(self, dtorch, site):
         site.add("bad-dist", "raise ValueError('at import')", plugin="bad")
@@ -616,7 +651,8 @@ class TestCheck:
         ("name", "said"),
         [
             ("samedevice", "not installed; pip install dtorch-samedevice-group"),
-            ("file", "reserved for processes of one host; no distribution offers it yet"),
+            ("file", "not installed; pip install dtorch-file-store"),
+            ("network", "reserved for several hosts; no distribution offers it yet"),
             ("nccl", "reserved for ranks that each have their own GPU; no distribution offers it yet"),
         ],
     )

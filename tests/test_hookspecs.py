@@ -32,7 +32,7 @@ def sections() -> dict[str, str]:
 
 
 class TestHooks:
-    def test_are_these_six(self):
+    def test_are_these_seven(self):
         assert {name: list(inspect.signature(hook).parameters) for name, hook in HOOKS.items()} == {
             "dtorch_register_tensor_stores": [],
             "dtorch_register_thread_groups": [],
@@ -40,6 +40,7 @@ class TestHooks:
             "dtorch_describe_member": ["member"],
             "dtorch_rank_backends": ["kind", "topology", "verdicts"],
             "dtorch_backend_selected": ["selection"],
+            "dtorch_doctor": [],
         }
 
     def test_each_kind_has_its_registration_hook(self):

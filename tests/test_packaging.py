@@ -201,6 +201,11 @@ class TestPluginAlone:
         assert_clean(environment, {"dtorch-core", "dtorch-memory-store"})
         assert re.search(r"\d+ passed", environment.pytest(FOLDERS["dtorch_memory_store"] / "tests"))
 
+    def test_file_store_passes_its_suite_beside_the_core(self, environment: Environment) -> None:
+        environment.install("dtorch-core[file]")
+        assert_clean(environment, {"dtorch-core", "dtorch-file-store"})
+        assert re.search(r"\d+ passed", environment.pytest(FOLDERS["dtorch_file_store"] / "tests"))
+
     def test_samedevice_group_passes_its_suite_beside_the_core_and_a_store(self, environment: Environment) -> None:
         environment.install("dtorch-core[samedevice]")
         assert_clean(environment, {"dtorch-core", "dtorch-memory-store", "dtorch-samedevice-group"})
@@ -243,11 +248,13 @@ class TestCoreAlone:
 
 class TestWithoutTorch:
     def test_import_and_listing_work(self, torchless: Environment) -> None:
-        torchless.install("dtorch-core", "dtorch-memory-store", "dtorch-samedevice-group", deps=False)
+        torchless.install(
+            "dtorch-core", "dtorch-memory-store", "dtorch-file-store", "dtorch-samedevice-group", deps=False
+        )
         torchless.run("import dtorch_core; dtorch_core.BackendSpec; dtorch_core.Support; dtorch_core.hookimpl")
         listed = torchless.dtorch("plugins", "--json")
         assert listed.returncode == 0, listed.stderr
-        assert states(listed.stdout) == {"memory": "ok", "samedevice": "ok"}
+        assert states(listed.stdout) == {"memory": "ok", "file": "ok", "samedevice": "ok"}
 
     def test_broken_plugins_are_listed_and_stop_nobody(self, torchless: Environment) -> None:
         torchless.install("dtorch-core", "dtorch-memory-store", deps=False)

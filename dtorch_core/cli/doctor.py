@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -178,6 +178,23 @@ def _selection() -> Finding:
     return Finding(facts, columns(rows), list(problems))
 
 
+def _reports() -> Finding:
+    """What plugins say of themselves."""
+    known = _registry.inspect()
+    before = len(known.problems)
+    facts = {plugin.label: lines for plugin, lines in known.call("dtorch_doctor", {}, _checked_lines)}
+    lines = [f"{label}: {line}" for label, lines in facts.items() for line in lines]
+    return Finding(facts, lines or ["no plugin has anything to report"], known.problems[before:])
+
+
+def _checked_lines(result: object) -> list[str]:
+    lines = None if isinstance(result, str) or not isinstance(result, Iterable) else list(result)
+    if lines is None or not all(isinstance(line, str) for line in lines):
+        raise PluginError(f"must return lines of text in a list, not {result!r}")
+
+    return [one_line(line) for line in lines]
+
+
 def _calls() -> Finding:
     """Of the groups in this process; a program may call :func:`run` itself."""
     known = recorder.recorders()
@@ -212,6 +229,7 @@ PARTS: dict[str, Callable[[], Finding]] = {
     "metadata": _metadata,
     "torch": _torch,
     "selection": _selection,
+    "reports": _reports,
     "flight recorder": _calls,
 }
 """The parts of the report, in this order."""

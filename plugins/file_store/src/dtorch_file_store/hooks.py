@@ -11,7 +11,7 @@ def probe(topology: Topology) -> Support:
         return Support.no(f"the ranks are on {len(topology.hosts)} hosts; shared memory reaches the processes of one")
 
     if topology.same_process:
-        return Support.yes(10, "all ranks are threads of one process, which need no file: it works, and memory is better")
+        return Support.yes(10, "all ranks are threads of one process, which need no file: it works, memory is better")
 
     return Support.yes(100, f"the ranks are in {len(topology.by_process())} processes of one host: they map one memory")
 
@@ -26,3 +26,10 @@ def dtorch_register_tensor_stores() -> list[BackendSpec]:
             capabilities=frozenset({"cpu", "cuda", "cross_device", "zero_copy", "multi_process"}),
         )
     ]
+
+
+@hookimpl
+def dtorch_doctor() -> list[str]:
+    from dtorch_file_store import directory  # not to list what is installed
+
+    return directory.report()
