@@ -25,6 +25,8 @@ class Link:
         sock.setblocking(False)
         self.socket = sock
         self.peer = peer
+        self.reading = threading.Lock()
+        """Held while messages are received and handled: so they are handled in the order in which they come."""
         self.lost = False
         """The other end is gone: what is queued goes nowhere."""
         self.early: list[Message] = []

@@ -70,6 +70,8 @@ class Node:
         self._blocked: set[int] = set()
         self.gone: set[int] = set()
         """Nodes that have nothing more to say."""
+        self.jobs: list[Callable[[], None]] = []
+        """Work that nobody waits for: the thread that reads does it, outside the mutex, with the next :meth:`after`."""
         self.trash: list[object] = []
         """What is let go outside the mutex, with the next :meth:`after`: it may hold tensors."""
         self._closing = False
@@ -95,7 +97,10 @@ class Node:
 
         for link in self.links.values():
             early, link.early = link.early, []
-            self._handle(link, early)
+            with link.reading:
+                woken = self._handled(link, early)
+
+            self.after(woken)
 
         if self.links:
             self._thread = threading.Thread(target=self._read_for_nobody, name=f"{self.presence.label} reader", daemon=True)
@@ -140,6 +145,14 @@ class Node:
 
         for waiter in woken:
             self._wake(waiter)
+
+        while self.jobs:
+            try:
+                job = self.jobs.pop(0)
+            except IndexError:
+                break
+
+            job()
 
         if self.trash:
             self.trash.clear()
@@ -251,20 +264,29 @@ class Node:
         finally:
             self._stop_reading()
 
+    def look(self) -> None:
+        """Handle what has arrived by now, whoever reads; waits for nothing."""
+        for link in self.links.values():
+            if not link.lost:
+                self._take(link)
+
     def _take(self, link: Link) -> None:
-        messages = link.receive()
+        with link.reading:
+            messages = link.receive()
+            woken = self._handled(link, messages) if messages else []
+
+        self.after(woken)
         if messages is None:
             self._lose(link.peer, "its process ended without a goodbye")
-        else:
-            self._handle(link, messages)
 
-    def _handle(self, link: Link, messages: Iterable[Message]) -> None:
+    def _handled(self, link: Link, messages: Iterable[Message]) -> list[Waiter]:
+        """The waiters that the messages settle. The link's reading lock is held: they are handled in their order."""
         woken: list[Waiter] = []
         with self.mutex:
             for message in messages:
                 woken += self.handlers[message.kind](link.peer, message)
 
-        self.after(woken)
+        return woken
 
     # Death
 
@@ -284,7 +306,11 @@ class Node:
 
         self._epoll.unregister(fd)
         os.close(fd)
-        self._handle(self.links[node], self.links[node].last_words())
+        link = self.links[node]
+        with link.reading:
+            woken = self._handled(link, link.last_words())
+
+        self.after(woken)
         self._lose(node, "its process ended without a goodbye")
 
     def _lose(self, node: int, reason: str) -> None:

@@ -52,9 +52,10 @@ class Presence:
 
     def over(self, rank: int, what: str) -> Failure | None:
         """Why no wait of any kind can end well; None while it can."""
-        if not self.over_for_all:
-            return None
+        return self.ended(rank, what) if self.over_for_all else None
 
+    def ended(self, rank: int, what: str) -> Failure | None:
+        """Why nothing can be begun any more; None while it can."""
         # A death first: whoever ends the run because of it aborts the other ranks' handles as well.
         if self.died:
             dead, why = next(iter(self.died.items()))

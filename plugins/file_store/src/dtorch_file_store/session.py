@@ -11,6 +11,7 @@ from typing import Any
 from dtorch_core.errors import AbortedError, ProtocolError
 from dtorch_file_store.arena import Arena, Mapping, Segment
 from dtorch_file_store.gates import Gate
+from dtorch_file_store.joint import Joint
 from dtorch_file_store.keys import Keys, Publication
 from dtorch_file_store.node import Node
 from dtorch_file_store.tensors import Layout
@@ -32,6 +33,7 @@ class Session:
         self.presence = node.presence
         self.arena = Arena(node.presence.label, self._announce)
         self.keys = Keys(node, self._arrived)
+        self.joint = Joint(node, self.arena, self.mapping)
         self._reset = Gate("reset", node)
         self._barrier = Gate("barrier", node, elsewhere=self._reset.standing)
         self._reset.on_opening, self._reset.on_coming = self._drop, self._give_up
@@ -184,6 +186,7 @@ class Session:
         return self.keys.rank_left(rank, borrows, estate) + self._give_up()
 
     def _node_gone(self, node: int) -> list[Waiter]:
+        self.joint.node_gone(node)
         woken = self.keys.node_gone(node)
         return woken + (self._end_if_all_is_said() if self._ending else [])
 
@@ -225,7 +228,7 @@ class Session:
 
     def _give_up(self) -> list[Waiter]:
         """Whatever can't end well any more: the waiters that this settles."""
-        return [waiter for part in (self.keys, self._barrier, self._reset) for waiter in part.give_up()]
+        return [waiter for part in (self.keys, self._barrier, self._reset, self.joint) for waiter in part.give_up()]
 
     def _end_waits_of(self, rank: int, reason: str, *gates: Gate) -> list[Waiter]:
         def failure_of(waiter: Waiter) -> Failure | None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dtorch_core import BackendContext, TensorStore
 from dtorch_core.checks import check_device, check_key, check_publish, check_timeout
+from dtorch_core.declared import Declared
+from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_file_store import opening
 from dtorch_file_store.session import Session
 from dtorch_file_store.values import own_value
@@ -91,6 +93,20 @@ class FileTensorStore(TensorStore):
             self._session.die(self.rank, reason)
         else:
             self._session.abort(reason)
+
+    def post(
+        self,
+        key: str,
+        note: str,
+        tensors: Sequence[Tensor],
+        work: Work,
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> Ticket:
+        if not isinstance(work, Declared):
+            return super().post(key, note, tensors, work, stream=stream)
+
+        return self._session.joint.post(key, Offer(self.rank, note, tuple(tensors)), work)
 
     def _seconds(self, timeout: float | None) -> float:
         if self._session.node.forked:
