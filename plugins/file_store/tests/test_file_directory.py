@@ -18,6 +18,7 @@ from dtorch_file_store import directory
 from dtorch_file_store.directory import VARIABLE, ProcessInfo, SessionDirectory, clean_dead, report, sessions
 
 from dtorch_core import DtorchError
+from dtorch_core.cli import main
 
 LIMIT = 30.0
 
@@ -363,6 +364,21 @@ class TestRefusals:
 
 
 class TestReport:
+    def test_doctor_shows_it(self, base, other, capsys):
+        victim = other("abc", 0)
+        victim.kill()
+        assert main(["doctor", "--json"]) == 0
+        (lines,) = [v for label, v in json.loads(capsys.readouterr().out)["reports"].items() if "file-store" in label]
+        assert lines == [f"removed: session numbers, 2 ranks: pid {victim.pid} (dead)"]
+        assert os.listdir(base) == []
+
+    def test_doctor_names_a_folder_of_another_user(self, base, monkeypatch, capsys):
+        os.mkdir(base, 0o700)
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+        assert main(["doctor"]) == 1
+        assert f"DtorchError: the folder for sessions, {base}, belongs to the user" in capsys.readouterr().out
+
     def test_says_where_there_is_none(self, base):
         (line,) = report()
         assert line.startswith(f"no session of this user in {base} or ")

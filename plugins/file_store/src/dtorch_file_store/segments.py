@@ -139,8 +139,12 @@ class Mapping:
         finally:
             os.close(fd)
 
-        self.size = size
         self._memory = memoryview(buffer).cast("B")
+
+    @property
+    def size(self) -> int:
+        """In bytes; 0 once it is closed."""
+        return len(self._memory)
 
     def bytes(self, offset: int, nbytes: int) -> Tensor:
         """A part of it as ``uint8``, whose storage spans just these bytes.
@@ -149,17 +153,17 @@ class Mapping:
 
         :raises DtorchError: if it does not lie inside the segment.
         """
-        if not 0 <= offset <= offset + nbytes <= self.size:
+        memory = self._memory
+        if not 0 <= offset <= offset + nbytes <= len(memory):
             raise DtorchError(
-                f"bytes {offset} to {offset + nbytes} are outside of a peer's {size_text(self.size)} of shared memory"
+                f"bytes {offset} to {offset + nbytes} are outside of a peer's {size_text(len(memory))} of shared memory"
             )
 
-        return bytes_of(self._memory, offset, nbytes)
+        return bytes_of(memory, offset, nbytes)
 
     def close(self) -> None:
         """Unmap it when the last tensor over it goes."""
         self._memory = memoryview(b"")
-        self.size = 0
 
 
 def bytes_of(memory: memoryview, offset: int, nbytes: int) -> Tensor:
