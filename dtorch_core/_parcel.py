@@ -6,6 +6,7 @@ last as long as the process that made it, and an argument would be every rank's 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 import sys
@@ -21,6 +22,9 @@ from dtorch_core._ranks import Failure, is_told, said
 from dtorch_core._text import one_line
 from dtorch_core.errors import DtorchError
 
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By the size of an element: a dtype that every operation knows."""
+
 _CHAIN = 8
 """Causes of an error that travel with it."""
 
@@ -34,13 +38,40 @@ class _ByValue(ForkingPickler):  # multiprocessing's queues and locks know how t
 
 
 def _reduce(tensor: Tensor) -> Any:  # noqa: ANN401 - as pickle has it
-    """As torch pickles a tensor into a file, but only the bytes that it needs of its storage."""
-    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.__dict__
-    if plain and tensor.device.type in ("cpu", "cuda"):
-        if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
-            tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    """The values of a plain tensor: no more of its storage than they need, and no bits that say how to read them."""
+    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
-    return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if tensor.is_quantized or tensor.__dict__:
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+    values = tensor.detach().resolve_conj().resolve_neg().view(_CARRIERS[tensor.element_size()])
+    if values.untyped_storage().nbytes() != values.numel() * values.element_size():
+        values = values.clone()
+
+    memory = values.cpu()
+    nbytes = memory.untyped_storage().nbytes()
+    data = bytearray((ctypes.c_char * nbytes).from_address(memory.untyped_storage().data_ptr())) if nbytes else b""
+    where = str(tensor.device), tuple(memory.shape), memory.stride(), memory.storage_offset()
+    return _rebuild, (data, memory.dtype, tensor.dtype, tensor.requires_grad, *where)
+
+
+def _rebuild(
+    data: bytearray,
+    carrier: torch.dtype,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    device: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> Tensor:
+    if data:
+        values = torch.frombuffer(data, dtype=carrier).as_strided(shape, stride, offset)
+    else:
+        values = torch.empty_strided(shape, stride, dtype=carrier)
+
+    return values.to(device).view(dtype).requires_grad_(requires_grad)
 
 
 def wrap(value: object) -> bytes:

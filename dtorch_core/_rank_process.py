@@ -6,6 +6,7 @@ that neither waits for the other.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -55,6 +56,7 @@ def main(end: socket.socket, plan: Plan, _: object) -> None:
     """Run the plan's ranks. Their work comes by the line."""
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the caller as well, and it ends its ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    gc.freeze()  # what has been imported lasts anyway; to look through it once more at the end takes half a second
     caller = _Caller(Line(end, waits=True), plan)
     busy = False
     try:

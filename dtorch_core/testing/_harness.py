@@ -29,6 +29,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT = 30.0
 """Seconds that anything in the kit may take. A right backend needs a fraction of it."""
 
+STARTUP = 30.0
+"""Seconds that new processes may take to import what they need, on a busy machine."""
+
 DEVICES: tuple[str, ...] = (
     (os.environ["DEVICE"],)
     if os.environ.get("DEVICE")
@@ -214,23 +217,37 @@ def run_ranks(
     *,
     args: Sequence[object] = (),
     devices: str | Sequence[str] | None = None,
+    ranks_as: str = "threads",
+    threads_per_process: int = 1,
 ) -> list[T]:
     """``spawn(fn, world_size)`` that ends in time whatever the backend does: ``fn(ctx, *args)`` on every rank.
 
-    Late: every thread's traceback goes to stderr, and the test fails.
+    As processes, they have :data:`STARTUP` seconds more, and ``fn`` has to be at a module's level. Late: every thread's
+    traceback goes to stderr (of this process alone), and the test fails.
 
     :raises RankFailedError: if a rank raised, as spawn does.
     """
 
+    if ranks_as == "processes":
+        timeout += STARTUP
+
     def run() -> list[T]:
-        return spawn(fn, world_size, args=args, devices=devices, timeout=timeout + 0.5)
+        return spawn(
+            fn,
+            world_size,
+            args=args,
+            ranks_as=ranks_as,
+            threads_per_process=threads_per_process,
+            devices=devices,
+            timeout=timeout + 0.5,
+        )
 
     watch = threading.Timer(timeout, dump_threads)  # before the run is ended: shows where each rank hangs
     watch.daemon = True
     watch.start()
     try:
         # In a thread: ending a run calls the backend's abort(), which may hang as well.
-        return Background(run, f"spawn of {world_size}").result(timeout + 5)
+        return Background(run, f"spawn of {world_size}").result(timeout + 10)
     except StoreTimeoutError as late:
         pytest.fail(f"{late}; every thread's stack is on stderr")
     finally:
