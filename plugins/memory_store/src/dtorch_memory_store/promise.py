@@ -7,6 +7,7 @@ import os
 import uuid
 
 from dtorch_core import BackendContext, ProtocolError, TensorFuture, TensorPromise
+from dtorch_core._promise_slot import Slot
 from dtorch_core.promise import Outcome
 
 _numbers = itertools.count(1)
@@ -17,11 +18,11 @@ class MemoryPromises:
 
     def __init__(self, ctx: BackendContext) -> None:
         self._ctx = ctx
-        self._handed_over: dict[bytes, _Slot] = {}
+        self._handed_over: dict[bytes, Slot] = {}
 
     def create(self) -> TensorPromise:
         """A promise with the right to set it."""
-        return MemoryPromise(self, self._ctx, _Slot(f"promise {next(_numbers)} of pid {os.getpid()}"))
+        return MemoryPromise(self, self._ctx, Slot(f"promise {next(_numbers)} of pid {os.getpid()}"))
 
     def attach(self, token: bytes) -> TensorPromise:
         """The promise that :meth:`hand_over` kept.
@@ -44,7 +45,7 @@ class MemoryPromises:
 
         return MemoryPromise(self, self._ctx, slot)
 
-    def hand_over(self, slot: _Slot) -> bytes:
+    def hand_over(self, slot: Slot) -> bytes:
         """Keep the promise until its token is attached."""
         token = f"{os.getpid()}:{uuid.uuid4().hex}".encode()
         self._handed_over[token] = slot
@@ -54,7 +55,7 @@ class MemoryPromises:
 class MemoryPromise(TensorPromise):
     """One holder's object. What it sets is in the slot, which a handed-over promise shares with its next holder."""
 
-    def __init__(self, home: MemoryPromises, ctx: BackendContext, slot: _Slot) -> None:
+    def __init__(self, home: MemoryPromises, ctx: BackendContext, slot: Slot) -> None:
         self._home = home
         self._slot = slot
         super().__init__(ctx, slot.label)
@@ -70,44 +71,3 @@ class MemoryPromise(TensorPromise):
 
     def hand_over(self) -> bytes:
         return self._home.hand_over(self._slot)
-
-
-class _Slot:
-    """The future of one promise, until it has been taken and has ended: its value then is the consumers' alone.
-
-    Without a lock, since a promise may be dropped, and settle this, in the midst of any line (collectors and signal
-    handlers run anywhere). The one step that has to be atomic is a ``list.pop``.
-    """
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self._future: TensorFuture | None = TensorFuture(label)
-        self._untaken = [True]
-        self._cancelled = False
-
-    def take(self) -> TensorFuture:
-        future = self._future
-        try:
-            self._untaken.pop()
-        except IndexError:
-            raise ProtocolError(f"future() of {self.label}: it was taken already; a promise has one future") from None
-
-        assert future is not None, "kept until it is taken"
-        self._let_go(future)
-        return future
-
-    def settle(self, outcome: Outcome) -> None:
-        future = self._future
-        if future is not None:
-            future.settle(outcome)
-            self._let_go(future)
-
-    def cancelled(self) -> bool:
-        future = self._future
-        return self._cancelled if future is None else future.cancelled()
-
-    def _let_go(self, future: TensorFuture) -> None:
-        # Both ends call this when they are done; the later of the two finds that both are.
-        if not self._untaken and future.done():
-            self._cancelled = future.cancelled()
-            self._future = None
