@@ -115,6 +115,10 @@ class Node:
         """The ranks of this node."""
         return self.ranks_at(self.index)
 
+    def is_near(self, rank: int) -> bool:
+        """Whether a rank is one of this process."""
+        return self.homes[rank] == self.index
+
     # Talking. Under the mutex; what is queued leaves with the next :meth:`after`.
 
     def tell(self, node: int, frame: bytes, *, fd: int | None = None, lazily: bool = False) -> None:

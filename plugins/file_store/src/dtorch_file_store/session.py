@@ -12,6 +12,7 @@ from dtorch_core.errors import AbortedError, ProtocolError
 from dtorch_file_store.arena import Arena, Mapping, Segment
 from dtorch_file_store.gates import Gate
 from dtorch_file_store.joint import Joint
+from dtorch_file_store.letters import Letters
 from dtorch_file_store.keys import Keys, Publication
 from dtorch_file_store.node import Node
 from dtorch_file_store.tensors import Layout
@@ -34,6 +35,8 @@ class Session:
         self.arena = Arena(node.presence.label, self._announce)
         self.keys = Keys(node, self._arrived)
         self.joint = Joint(node, self.arena, self.mapping)
+        self.letters = Letters(node, self._arrived)
+        self.letters.ended = self.joint.ended
         self._reset = Gate("reset", node)
         self._barrier = Gate("barrier", node, elsewhere=self._reset.standing)
         self._reset.on_opening, self._reset.on_coming = self._drop, self._give_up
@@ -187,6 +190,7 @@ class Session:
 
     def _node_gone(self, node: int) -> list[Waiter]:
         self.joint.node_gone(node)
+        self.letters.node_gone(node)
         woken = self.keys.node_gone(node)
         return woken + (self._end_if_all_is_said() if self._ending else [])
 
@@ -228,7 +232,8 @@ class Session:
 
     def _give_up(self) -> list[Waiter]:
         """Whatever can't end well any more: the waiters that this settles."""
-        return [waiter for part in (self.keys, self._barrier, self._reset, self.joint) for waiter in part.give_up()]
+        parts = (self.keys, self._barrier, self._reset, self.joint, self.letters)
+        return [waiter for part in parts for waiter in part.give_up()]
 
     def _end_waits_of(self, rank: int, reason: str, *gates: Gate) -> list[Waiter]:
         def failure_of(waiter: Waiter) -> Failure | None:

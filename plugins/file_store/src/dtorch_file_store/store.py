@@ -14,9 +14,10 @@ from dtorch_core import BackendContext, TensorStore
 from dtorch_core.checks import check_device, check_key, check_publish, check_timeout
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Ticket, Work
+from dtorch_core.mail import Receipt
 from dtorch_file_store import opening
 from dtorch_file_store.session import Session
-from dtorch_file_store.values import own_value
+from dtorch_file_store.values import message_value, own_value
 
 
 class FileTensorStore(TensorStore):
@@ -107,6 +108,13 @@ class FileTensorStore(TensorStore):
             return super().post(key, note, tensors, work, stream=stream)
 
         return self._session.joint.post(key, Offer(self.rank, note, tuple(tensors)), work)
+
+    def send(self, tensor: Tensor, dst: int, tag: int, *, stream: torch.cuda.Stream | None = None) -> None:
+        value = message_value(tensor.detach(), self._session.arena, near=self._session.node.is_near(dst))
+        self._session.letters.send(self.rank, dst, tag, value)
+
+    def expect(self, src: int | None, tag: int) -> Receipt:
+        return self._session.letters.expect(self.rank, src, tag)
 
     def _seconds(self, timeout: float | None) -> float:
         if self._session.node.forked:

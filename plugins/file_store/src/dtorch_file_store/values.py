@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtorch_file_store.arena import Arena, Block, Mapping
-from dtorch_file_store.tensors import Layout, compact, read, read_back, write
+from dtorch_file_store.tensors import Layout, compact, over, read, read_back, write
 from dtorch_file_store.wire import INLINE_BYTES
 
 
@@ -24,7 +24,7 @@ class Value(ABC):
     """:meth:`settle` has something to do."""
 
     @abstractmethod
-    def describe(self) -> Any:  # noqa: ANN401 - JSON
+    def describe(self) -> Any:  # noqa: ANN401 - plain values
         """What another node needs to make its own value of it."""
 
     @abstractmethod
@@ -143,6 +143,22 @@ def own_value(tensor: Tensor, arena: Arena, *, shared: bool, writable: bool) -> 
     return SentValue(tensor)
 
 
+def message_value(tensor: Tensor, arena: Arena, *, near: bool) -> Value:
+    """A copy of a CPU tensor, for one receiver.
+
+    :param near: it is a rank of this process, which gets the copy itself.
+    """
+    if near:
+        return OwnValue(tensor.clone(memory_format=torch.contiguous_format))
+
+    if tensor.nbytes <= INLINE_BYTES:
+        return SentValue(tensor.contiguous())
+
+    copy = arena.empty(tensor.shape, tensor.dtype)
+    copy.copy_(tensor)
+    return SharedValue(copy, arena, writable=False)
+
+
 def to_bytes(tensor: Tensor, layout: Layout) -> bytes:
     """The bytes of a tensor as ``layout`` stores them."""
     if not layout.nbytes:
@@ -158,10 +174,7 @@ def to_bytes(tensor: Tensor, layout: Layout) -> bytes:
 
 def from_bytes(layout: Layout, body: bytes) -> Tensor:
     """A tensor of its own."""
-    if not layout.nbytes:
-        return read(layout, torch.empty(0, dtype=torch.uint8))
-
-    return read(layout, torch.frombuffer(bytearray(body), dtype=torch.uint8))
+    return over(layout, bytearray(body))
 
 
 def own_bytes(tensor: Tensor) -> Tensor:
