@@ -1,0 +1,1 @@
+"""How processes of one machine share CUDA tensors and order their streams. Imports neither torch nor the driver."""

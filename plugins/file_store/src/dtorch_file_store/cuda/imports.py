@@ -1,0 +1,146 @@
+"""Other processes' CUDA tensors, mapped here."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dtorch_core.errors import AbortedError, ProtocolError, UnsupportedOperationError
+from dtorch_file_store.cuda.borrowed import bytes_at
+from dtorch_file_store.cuda.devices import Devices
+from dtorch_file_store.cuda.driver import Driver, DriverError
+from dtorch_file_store.cuda.janitor import JANITOR, Holding
+from dtorch_file_store.cuda.ticket import Ticket, this_process
+
+foreign: Counter[int] = Counter()
+"""How many mappings of this process begin at an address: such memory can't be offered again."""
+
+_mutex = threading.Lock()
+_numbers = itertools.count()
+
+
+class _Mapping(Holding):
+    """One allocation of another process, opened here."""
+
+    def __init__(self, calls: Driver, handle: bytes, ordinal: int) -> None:
+        super().__init__(calls, ordinal)
+        self._users: set[int] = set()
+        # In the context of the memory's own device: torch's kernels there find it as they find their own.
+        with calls.on(ordinal):
+            self.address = calls.ipc_open(handle)
+
+        with _mutex:
+            foreign[self.address] += 1
+
+    def take(self) -> int:
+        """One more user: its number."""
+        number = next(_numbers)
+        self._users.add(number)
+        return number
+
+    def drop(self, number: int) -> None:
+        """A user has gone. Called by finalizers, anywhere: takes no lock."""
+        self._users.discard(number)
+        self.look()
+
+    def unused(self) -> bool:
+        return not self._users
+
+    def give_back(self) -> None:
+        with _mutex:
+            foreign[self.address] -= 1
+            if not foreign[self.address]:
+                del foreign[self.address]
+
+        self._driver.ipc_close(self.address)
+
+
+class Imports:
+    """Maps tickets, each allocation once. Thread-safe.
+
+    A mapping is kept while its owner keeps the allocation, whether a tensor uses it or not: opening costs a third of a
+    millisecond, and closing waits for the device, in the janitor's thread. Memory stays readable when its owner has
+    exited or was killed, and it stays mapped while a tensor over it lives, whatever is told here: a kernel that reads
+    unmapped memory would end CUDA in this process.
+
+    Tensors over it are torch's in all but one thing: ``record_stream`` does nothing for them. Who lets go of one says
+    so to its owner by a signal on the stream that used it last.
+    """
+
+    def __init__(self, calls: Driver, devices: Devices) -> None:
+        self._driver = calls
+        self._devices = devices
+        self._mutex = threading.Lock()
+        self._mappings: dict[tuple[int, int], _Mapping] = {}
+        """By peer, and its number for the allocation."""
+        self._closed = False
+
+    def tensor(self, peer: int, ticket: Ticket) -> Tensor:
+        """The tensor that a peer offers: its very memory, on the device where it is. Its storage spans its bytes.
+
+        :raises ProtocolError: if the memory is this process's own: use the tensor itself.
+        :raises UnsupportedOperationError: if it can't be reached from here; the message is the reason alone. The values
+            can still come through the host.
+        :raises UnsupportedTensorError: if this torch has no such dtype.
+        :raises AbortedError: if this was closed.
+        """
+        if ticket.owner == this_process():
+            raise ProtocolError("a process can't map its own memory: hand on the tensor itself")
+
+        ordinal = self._devices.ordinal(ticket.device)
+        if ordinal is None:
+            raise UnsupportedOperationError(self._devices.reaches(ticket.device) or "its device is not here")
+
+        if ticket.layout.nbytes == 0:
+            return ticket.over(torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", ordinal)))
+
+        with self._mutex:
+            if self._closed:
+                raise AbortedError("no tensor can be mapped: this process has closed its side")
+
+            mapping = self._mappings.get((peer, ticket.allocation))
+            if mapping is None:
+                mapping = self._mappings[peer, ticket.allocation] = self._open(ticket, ordinal)
+
+            number = mapping.take()
+
+        memory = bytes_at(mapping.address + ticket.offset, ticket.layout.nbytes, ordinal)
+        weakref.finalize(memory.untyped_storage(), mapping.drop, number).atexit = False
+        return ticket.over(memory)
+
+    def gone(self, peer: int, allocations: Iterable[int]) -> None:
+        """A peer has freed allocations that it offered (:meth:`Exports.gone` there). Never blocks."""
+        with self._mutex:
+            self._condemn([(peer, number) for number in allocations])
+
+    def forget(self, peer: int) -> None:
+        """A peer has left, or died: nothing of it will be asked for. Never blocks."""
+        with self._mutex:
+            self._condemn([key for key in self._mappings if key[0] == peer])
+
+    def close(self) -> None:
+        """Nothing will be asked for. Tensors still alive keep their memory. Never blocks."""
+        with self._mutex:
+            self._closed = True
+            self._condemn(list(self._mappings))
+
+    def _condemn(self, keys: Iterable[tuple[int, int]]) -> None:
+        for key in keys:
+            mapping = self._mappings.pop(key, None)
+            if mapping is not None:
+                mapping.condemn()
+
+    def _open(self, ticket: Ticket, ordinal: int) -> _Mapping:
+        try:
+            mapping = _Mapping(self._driver, bytes.fromhex(ticket.handle), ordinal)
+        except DriverError as error:
+            raise UnsupportedOperationError(f"its memory can't be mapped here: {error}") from error
+
+        JANITOR.hold(mapping)
+        return mapping
