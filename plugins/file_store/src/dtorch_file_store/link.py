@@ -1,4 +1,4 @@
-"""The connection to one other process of the session: messages in order, descriptors with them, never a blocking send."""
+"""The connection to one other process of a session: messages in order, descriptors with them, never a blocking send."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 
 from dtorch_file_store.wire import Message, Reader
 
-_RECEIVE = 256 * 1024
+_RECEIVE = 64 * 1024
 _FDS = 64
 _SEND_AT_ONCE = 64
 

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -89,8 +89,7 @@ def _make(ctx: BackendContext, token: str, homes: Sequence[int], index: int, dea
         session.let_go()
         raise
 
-    node.on_end = meeting.close
-    session.lost_peers = meeting.lost
+    node.on_end = lambda: meeting.close(node.lost_nodes)
     return session
 
 
@@ -104,7 +103,6 @@ class _Meeting:
         self._deadline = deadline
         self._nodes = max(homes) + 1
         self._directory: SessionDirectory | None = None
-        self.lost: set[int] = set()
 
     def links(self) -> list[Link]:
         """Connect with every other node."""
@@ -137,10 +135,10 @@ class _Meeting:
         self._ctx.rendezvous.set(f"{_UP}/{self._index}", f"{type(error).__name__}: {error}")
         self.close()
 
-    def close(self) -> None:
-        """Nothing is left of this process in the session's directory, nor of those that were lost."""
+    def close(self, lost: Iterable[int] = ()) -> None:
+        """Nothing is left of this process in the session's directory, nor of the nodes that were lost."""
         if self._directory is not None:
-            self._directory.close(self.lost)
+            self._directory.close(lost)
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
@@ -192,16 +190,18 @@ class _Meeting:
         links: list[Link] = []
         waiting = set(expected)
         pidfds = {_pidfd(self._pid_of(node)): node for node in expected if self._pid_of(node) != os.getpid()}
+        pidfds.pop(-1, None)
         try:
             while waiting:
-                ready, _, _ = select.select([listener, *(fd for fd in pidfds if fd >= 0)], [], [], self._left())
+                ready, _, _ = select.select([listener.fileno(), *pidfds], [], [], self._left())
                 if not ready:
                     raise self._late(sorted(waiting))
 
-                if listener not in ready:
-                    node = pidfds[ready[0]]
+                if listener.fileno() not in ready:
+                    ended = pidfds[ready[0]]
                     raise DtorchError(
-                        f"{self._ctx.label}: {self._ranks_at(node)} (pid {self._pid_of(node)}) ended while it was opened"
+                        f"{self._ctx.label}: {self._ranks_at(ended)} (pid {self._pid_of(ended)}) ended while it was "
+                        f"opened"
                     )
 
                 line, _ = listener.accept()
@@ -218,8 +218,7 @@ class _Meeting:
             raise
         finally:
             for fd in pidfds:
-                if fd >= 0:
-                    os.close(fd)
+                os.close(fd)
 
         return links
 
@@ -227,6 +226,9 @@ class _Meeting:
         """The link to the node at the other end; None if it is none of this session."""
         link, deadline = Link(line, -1), min(self._deadline, time.monotonic() + HELLO)
         try:
+            if _peer_of(line)[1] != os.getuid():
+                return None  # not a byte of it is read
+
             while not link.early and select.select([line], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 messages = link.receive()
                 if messages is None:
@@ -241,20 +243,26 @@ class _Meeting:
                 return None
 
             self._check_peer(line, link.peer)
-        except (OSError, ValueError, LookupError, DtorchError):
+        except (OSError, ValueError, TypeError, EOFError, LookupError, DtorchError):
             return None
 
         return link
 
     def _check_peer(self, line: socket.socket, node: int) -> None:
         """:raises DtorchError: if the other end is another user's, or not the process that it should be."""
-        raw = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, user, _ = _CREDENTIALS.unpack(raw)
+        pid, user = _peer_of(line)
         if user != os.getuid() or pid != self._pid_of(node):
             raise DtorchError(
                 f"{self._ctx.label}: the process at the other end is pid {pid} of user {user}, not pid "
                 f"{self._pid_of(node)} of user {os.getuid()}, which {self._ranks_at(node)} should be"
             )
+
+
+def _peer_of(line: socket.socket) -> tuple[int, int]:
+    """The process at the other end, and its user, as the kernel knows them."""
+    raw = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return pid, user
 
 
 def _pidfd(pid: int) -> int:

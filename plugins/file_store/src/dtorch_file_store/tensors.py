@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,12 +44,11 @@ class Layout(NamedTuple):
     @classmethod
     def of_view(cls, tensor: Tensor) -> Layout:
         """How it lies in its own memory. Not of conjugate and negative views: their memory has other values."""
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        return cls(_NAMES[tensor.dtype], shape, stride, _extent(shape, stride) * tensor.element_size())
+        return _as_it_lies(tensor.dtype, tensor.shape, tensor.stride())
 
-    def to_json(self) -> list[Any]:
-        """Plain lists, strings and numbers."""
-        return [self.dtype, list(self.shape), list(self.stride), self.nbytes]
+    def to_json(self) -> tuple[Any, ...]:
+        """Plain tuples, strings and numbers."""
+        return tuple(self)
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Layout:
@@ -62,13 +62,24 @@ def compact(tensor: Tensor) -> Layout:
 
     Expanded dimensions stay expanded, and dense ones in the order that they have. What has gaps is contiguous.
     """
-    name, shape, stride = _NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride()
-    if not tensor.is_contiguous():
-        distinct = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
-        if _extent(shape, stride) > math.prod(distinct):
-            stride = _contiguous(distinct, stride)
+    return _compact(tensor.dtype, tensor.shape, tensor.stride())
 
-    return Layout(name, shape, stride, _extent(shape, stride) * tensor.element_size())
+
+# Programs exchange tensors of a few kinds again and again.
+
+
+@lru_cache(4096)
+def _as_it_lies(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Layout:
+    return Layout(_NAMES[dtype], tuple(shape), stride, _extent(shape, stride) * dtype.itemsize)
+
+
+@lru_cache(4096)
+def _compact(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Layout:
+    distinct = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
+    if _extent(shape, stride) > math.prod(distinct):
+        stride = _contiguous(distinct, stride)
+
+    return _as_it_lies(dtype, shape, stride)
 
 
 def write(tensor: Tensor, layout: Layout, into: Tensor) -> None:
@@ -93,18 +104,31 @@ def read(layout: Layout, memory: Tensor) -> Tensor:
     :param memory: ``uint8``, with the tensor's first byte as its first.
     :raises UnsupportedTensorError: if this torch has no such dtype.
     """
-    dtype = _DTYPES.get(layout.dtype)
-    if dtype is None:
-        raise UnsupportedTensorError(
-            f"a tensor of dtype {layout.dtype} came from another process, and torch {torch.__version__} has none of "
-            f"this name: use one version of torch in all processes"
-        )
-
+    dtype = _DTYPES.get(layout.dtype) or _unknown(layout)
     if len(memory) != layout.nbytes:
         memory = memory[: layout.nbytes]
 
     flat = memory.view(dtype)
     return flat if layout.stride == (1,) else flat.as_strided(layout.shape, layout.stride)
+
+
+def over(layout: Layout, buffer: bytearray) -> Tensor:
+    """The tensor whose bytes are those of ``buffer``, which it keeps: what :func:`read` gives, by a shorter way.
+
+    :raises UnsupportedTensorError: if this torch has no such dtype.
+    """
+    if not layout.nbytes:
+        return read(layout, torch.empty(0, dtype=torch.uint8, device="cpu"))
+
+    flat = torch.frombuffer(buffer, dtype=_DTYPES.get(layout.dtype) or _unknown(layout))
+    return flat if layout.stride == (1,) else flat.as_strided(layout.shape, layout.stride)
+
+
+def _unknown(layout: Layout) -> NoReturn:
+    raise UnsupportedTensorError(
+        f"a tensor of dtype {layout.dtype} came from another process, and torch {torch.__version__} has none of this "
+        f"name: use one version of torch in all processes"
+    )
 
 
 def read_back(layout: Layout, memory: Tensor, tensor: Tensor) -> None:

@@ -1,14 +1,19 @@
-"""Messages between nodes: a JSON head that says what it is, and raw bytes. Nothing that arrives is unpickled."""
+"""Messages between nodes: a length, and a value of plain types that says what it is.
+
+They are marshalled, which is several times as fast as JSON. Whoever unmarshals trusts what it reads (it runs no code,
+but broken bytes may crash it): so nobody may be listened to of whom the kernel has not said that it is this user.
+"""
 
 from __future__ import annotations
 
 import json
+import marshal
 import struct
 from typing import Any, NamedTuple
 
-_LENGTHS = struct.Struct("<II")
-_encode = json.JSONEncoder(separators=(",", ":")).encode
-_decode = json.JSONDecoder().decode
+_LENGTH = struct.Struct("<I")
+_FORMAT = 4
+"""Of marshal: what every Python from 3.4 on reads."""
 
 INLINE_BYTES = 16 * 1024
 """A tensor of at most so many bytes rides in the message. (Measured: up to here that costs less than a block of an
@@ -19,14 +24,21 @@ class Message(NamedTuple):
     """One message as it arrived."""
 
     kind: str
-    fields: list[Any]
+    fields: tuple[Any, ...]
     body: bytes
 
 
 def frame(kind: str, *fields: object, body: bytes = b"") -> bytes:
-    """A message as it travels: the lengths of head and body, little-endian, 4 bytes each, then both."""
-    head = _encode((kind, *fields)).encode()
-    return b"".join((_LENGTHS.pack(len(head), len(body)), head, body))
+    """A message as it travels: the length of what follows, little-endian, 4 bytes, and that.
+
+    :param fields: numbers, strings, bytes, None, and tuples, lists, sets and dictionaries of such.
+    """
+    try:
+        said = marshal.dumps((kind, fields, body), _FORMAT)
+    except ValueError:  # it knows no subclasses: of a string that a user made a key of, for example
+        said = marshal.dumps((kind, tuple(json.loads(json.dumps(fields))), body), _FORMAT)
+
+    return _LENGTH.pack(len(said)) + said
 
 
 class Reader:
@@ -34,35 +46,33 @@ class Reader:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        """What has come of a message that is not complete."""
+        self._missing = 0
+        """Bytes without which it can't be."""
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that ``data`` completes."""
         if self._buffer:
             self._buffer += data
-            data = bytes(self._buffer) if self._complete(self._buffer) else b""
-            if not data:
+            self._missing -= len(data)
+            if self._missing > 0:
                 return []
 
+            data = bytes(self._buffer)
             self._buffer.clear()
 
         messages, at, end = [], 0, len(data)
-        while end - at >= _LENGTHS.size:
-            head, body = _LENGTHS.unpack_from(data, at)
-            start = at + _LENGTHS.size
-            if end - start < head + body:
+        while at < end:
+            start = stop = at + _LENGTH.size
+            if start <= end:
+                stop += _LENGTH.unpack_from(data, at)[0]
+
+            if stop > end:
+                self._buffer += data[at:]
+                self._missing = stop - end
                 break
 
-            kind, *fields = _decode(data[start : start + head].decode())
-            messages.append(Message(kind, fields, data[start + head : start + head + body]))
-            at = start + head + body
+            messages.append(Message(*marshal.loads(data[start:stop])))
+            at = stop
 
-        self._buffer += data[at:]
         return messages
-
-    @staticmethod
-    def _complete(buffer: bytearray) -> bool:
-        if len(buffer) < _LENGTHS.size:
-            return False
-
-        head, body = _LENGTHS.unpack_from(buffer)
-        return len(buffer) >= _LENGTHS.size + head + body
