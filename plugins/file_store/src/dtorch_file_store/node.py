@@ -147,6 +147,7 @@ class Node:
             if not link.flush():
                 self._watch_writable(link)
 
+        self.trash.clear()  # before those wake who can see it
         for waiter in woken:
             self._wake(waiter)
 
@@ -157,9 +158,6 @@ class Node:
                 break
 
             job()
-
-        if self.trash:
-            self.trash.clear()
 
     # Waiting
 
