@@ -310,6 +310,17 @@ class TestLimits:
         assert (traces(), BUDGET.held) == (before, held)
         arena.allocate(10)
 
+    def test_mapping_that_the_kernel_refuses_is_said(self, arena, monkeypatch):
+        def refuse(fd, size):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        before, held = traces(), BUDGET.held
+        monkeypatch.setattr(segments, "_map", refuse)
+        with pytest.raises(NoRoomError, match="the kernel refused it: Cannot allocate memory"):
+            arena.allocate(10)
+
+        assert (traces(), BUDGET.held) == (before, held)
+
     def test_control_group_is_read(self, tmp_path):
         inner = tmp_path / "outer" / "inner"
         inner.mkdir(parents=True)
@@ -501,6 +512,16 @@ class TestMany:
         tensors.clear()
         run_threads([part.clear for part in parts])
         assert free_bytes(arena) == sum(segment.size for segment in arena.segments)
+
+    def test_tensor_dropped_while_this_thread_is_at_work_in_the_arena_is_no_deadlock(self, arena):
+        tensors = [arena.empty((100,), torch.float32)]
+
+        def work():
+            with arena._mutex:  # as when the garbage collector runs in the middle of an allocation
+                tensors.clear()
+
+        run_threads([work])
+        assert free_bytes(arena) == 4 * MIB
 
     def test_garbage_collection_in_the_middle_of_an_allocation_is_no_deadlock(self, arena):
         class Cycle:

@@ -163,7 +163,7 @@ class TestReadBack:
         read_back(layout, memory, target)
         assert torch.equal(target, tensor)
 
-    def test_windows_and_expanded_dimensions_are_written_once(self):
+    def test_windows_and_expanded_dimensions_are_written(self):
         for base, view in ((torch.zeros(40), lambda b: b.unfold(0, 8, 2)), (torch.zeros(6), lambda b: b.expand(4, 6))):
             target = view(base)
             layout = compact(target)
@@ -185,3 +185,14 @@ class TestReadBack:
         layout = compact(base[::2])
         read_back(layout, torch.arange(50.0, 55.0).view(torch.uint8), base[::2])
         assert base.tolist() == [50, 1, 51, 3, 52, 5, 53, 7, 54, 9]
+
+    def test_gaps_of_windows_that_overlap_are_left_alone(self):
+        base = torch.arange(17.0)
+        target = base.as_strided((5, 5), (2, 2))
+        layout = compact(target)
+        assert layout.nbytes == 17 * 4
+        memory = memory_of(layout)
+        write(target, layout, memory)
+        base[1::2] = -1
+        read_back(layout, memory, target)
+        assert base.tolist() == [-1 if index % 2 else index for index in range(17)]

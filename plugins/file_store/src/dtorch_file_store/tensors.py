@@ -138,16 +138,12 @@ def read_back(layout: Layout, memory: Tensor, tensor: Tensor) -> None:
 
 
 def _elements(tensor: Tensor, layout: Layout) -> Tensor:
-    """A view in which each element that lies in the layout's memory is there once."""
+    """A view that is not expanded. (Windows that overlap stay: they are written more than once, with equal values.)"""
     tensor = tensor.detach()
     if 0 in layout.stride:
         for dim, (size, step) in enumerate(zip(layout.shape, layout.stride, strict=True)):
             if step == 0 and size > 1:
                 tensor = tensor.narrow(dim, 0, 1)
-
-    extent = layout.nbytes // tensor.element_size()
-    if tensor.numel() > extent:  # windows that overlap: all that they cover
-        tensor = tensor.as_strided((extent,), (1,), tensor.storage_offset())
 
     return tensor
 
