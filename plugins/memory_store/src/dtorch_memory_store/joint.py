@@ -49,7 +49,7 @@ class Call:
     def __init__(self, key: str, world_size: int) -> None:
         self.key = key
         self.offers: list[Offer | None] = [None] * world_size
-        self.notes: Sequence[str] = ()
+        self.notes = [""] * world_size
         self.events: list[tuple[torch.cuda.Event, Tensor]] = []
         self.came = 0
         self.waiters: list[Waiter] = []
@@ -98,6 +98,7 @@ class Joint:
                 raise ProtocolError(f"{presence.at(key)}: rank {rank} has brought its part already")
 
             call.offers[rank] = offer
+            call.notes[rank] = offer.note
             call.came += 1
             if event is not None:
                 call.events.append((event, offer.tensors[0]))
@@ -209,8 +210,7 @@ class Joint:
         return self._stuck(call, rank) or self.over(rank, call.what(rank))
 
     def _start(self, call: Call, rank: int, work: Work, stream: torch.cuda.Stream | None) -> None:
-        offers = [offer for offer in call.offers if offer is not None]
-        call.notes = [offer.note for offer in offers]
+        offers: list[Offer] = call.offers  # type: ignore[assignment]  # all have come
         tasks: Sequence[Task] = ()
         try:
             if call.events:
@@ -284,8 +284,9 @@ class Joint:
             used = call.tasks, call.offers, call.events
             call.tasks, call.offers, call.events = (), [], []
             woken = _all_done(call)
-            woken += call.notices  # after the threads: a callback may take its time
-            call.notices = []
+            if call.notices:
+                woken += call.notices  # after the threads: a callback may take its time
+                call.notices = []
 
         del used
         wake(woken)

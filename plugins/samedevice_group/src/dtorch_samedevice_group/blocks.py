@@ -6,7 +6,6 @@ a thread needs the GIL, and may have to wait until another one lets it go.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -32,14 +31,11 @@ Job = Sequence[Tensor]
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
-class _Modes(threading.local):
-    """Tensors made in inference mode can be written in it alone, others in it too; and it records no gradients."""
+_inference = getattr(torch._C, "_InferenceMode", torch.inference_mode)
+"""Tensors made in inference mode can be written in it alone, others in it too; and it records no gradients.
 
-    def __init__(self) -> None:
-        self.inference = torch.inference_mode()  # one for each thread: making it costs as much as a small copy
-
-
-_modes = _Modes()
+Without torch's wrapper, which costs as much as a small copy.
+"""
 
 
 def share(jobs: Sequence[Job], do: Callable[[Job], None], block_bytes: int = BLOCK_BYTES) -> Sequence[Task]:
@@ -50,7 +46,7 @@ def share(jobs: Sequence[Job], do: Callable[[Job], None], block_bytes: int = BLO
     if sum([len(job) * job[0].nbytes for job in jobs]) > ALONE_BYTES:
         return [partial(_do, do, block) for job in jobs for block in cut(job, block_bytes) or [job]]
 
-    with _modes.inference:
+    with _inference(True):
         for job in jobs:
             do(job)
 
@@ -60,7 +56,7 @@ def share(jobs: Sequence[Job], do: Callable[[Job], None], block_bytes: int = BLO
 def copies(targets: Tensors, sources: Tensors) -> Sequence[Task]:
     """Copy each source to its target, as :func:`share` does jobs."""
     if sum([target.nbytes for target in targets]) <= ALONE_BYTES // 2 and targets and targets[0].is_cpu:
-        with _modes.inference:
+        with _inference(True):
             torch._foreach_copy_(targets, sources)  # one call: each lets the GIL go, and has to get it back
 
         return ()
@@ -93,7 +89,7 @@ def plain(tensor: Tensor) -> bool:
 
 
 def _do(do: Callable[[Job], None], job: Job) -> None:
-    with _modes.inference:
+    with _inference(True):
         do(job)
 
 

@@ -33,11 +33,11 @@ class Engine:
         self.world_size = store.world_size
         self._name = name
         self._numbers = itertools.count(1)
-        self._second = threading.local()
+        self._second = _Second()
 
     def post(self, note: str, tensors: Sequence[Tensor], work: Collective) -> Ticket:
         """Post one collective; ``note`` begins with its fingerprint, as a person would write the call."""
-        key = getattr(self._second, "key", None) or f"collective #{next(self._numbers)}"
+        key = self._second.key or f"collective #{next(self._numbers)}"
         return self.store.post(key, note, tensors, _Compared(self._name, key, work))
 
     def post_note(self, same: str, call: str, text: str) -> tuple[Ticket, AbstractContextManager[None]]:
@@ -61,6 +61,12 @@ class Engine:
             yield
         finally:
             self._second.key = None
+
+
+class _Second(threading.local):
+    """What this thread is at the second part of."""
+
+    key: str | None = None
 
 
 class _Compared(Declared):

@@ -84,7 +84,8 @@ def _collective(
         if reading is not None and (known := self._repeats.get(reading[0])) is not None:
             note, outputs, work = known
             _, tensors, timeout = reading
-            return self._post(note, tensors, tensors[:outputs], work, timeout)
+            seconds = self._timeout if timeout is None else seconds_of(timeout, self._timeout)
+            return GroupWork(self._engine.post(note, tensors, work), tensors[:outputs], seconds)
 
         try:
             planned = plan(self, *args, **named)
@@ -99,7 +100,8 @@ def _collective(
             self._repeats.learn(reading, planned)
 
         tensors = [tensor.detach() for tensor in planned.tensors]
-        return self._post(planned.note, tensors, planned.written, planned.work, planned.timeout)
+        seconds = self._timeout if planned.timeout is None else planned.timeout
+        return GroupWork(self._engine.post(planned.note, tensors, planned.work), list(planned.written), seconds)
 
     return method
 
@@ -342,17 +344,6 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     # What they share
-
-    def _post(
-        self,
-        note: str,
-        tensors: Sequence[Tensor],
-        written: Sequence[Tensor],
-        work: Collective,
-        timeout: timedelta | float | None,
-    ) -> GroupWork:
-        seconds = self._timeout if timeout is None else seconds_of(timeout, self._timeout)
-        return GroupWork(self._engine.post(note, tensors, work), written, seconds)
 
     def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], options: Options) -> Plan:
         one_each("inputs", inputs, self._size)

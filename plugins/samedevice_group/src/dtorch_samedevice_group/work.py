@@ -100,9 +100,11 @@ class _Waited(dist._Work):
 class GroupWork(_Waited):
     """Waits for a ticket."""
 
-    def __init__(self, ticket: Ticket, outputs: Sequence[Tensor], timeout: float) -> None:
+    def __init__(self, ticket: Ticket, outputs: list[Tensor], timeout: float) -> None:
         dist._Work.__init__(self)  # as _Waited does: small collectives cost what Python costs
-        self._ticket, self._outputs, self._timeout = ticket, list(outputs), timeout
+        self._ticket = ticket
+        self._outputs = outputs
+        self._timeout = timeout
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         self._ticket.wait(self._timeout if timeout is None else seconds_of(timeout, self._timeout))
