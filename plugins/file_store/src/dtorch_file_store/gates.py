@@ -49,7 +49,7 @@ class Gate:
             waiter = Waiter(rank)
             here = self._here.setdefault(self.number, set())
             here.add(rank)
-            if len(here) < presence.world_size:
+            if len(here) < presence.world_size or presence.over_for_all:  # those who died may stand here still
                 failure = self._why_shut(rank)
                 if failure is not None:
                     here.discard(rank)
