@@ -29,6 +29,18 @@ def dtorch_register_tensor_stores() -> list[BackendSpec]:
 
 
 @hookimpl
+def dtorch_register_promises() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            "file",
+            "dtorch_file_store.promise:FilePromises",
+            probe,
+            capabilities=frozenset({"cpu", "multi_process", "await"}),
+        )
+    ]
+
+
+@hookimpl
 def dtorch_doctor() -> list[str]:
     from dtorch_file_store import directory  # not to list what is installed
 
