@@ -1,16 +1,18 @@
 # For people: `make demo` and `make test`. Each makes the virtual environment it needs; a second run starts at once.
 #
-#   DEVICE=cuda       demo, bench: the device that all ranks share
-#   TORCH="..."       arguments for pip that bring torch; where not given, the pin in constraints.txt
-#   VENV_SITE=1       use the torch that $(PYTHON) has, and whatever else it has, and download only what is missing:
-#                     for a machine that came with a CUDA build of torch
-#   PYTEST="..."      arguments for pytest; BENCH="..." for the benchmarks
-#   PIP_ARGS="..."    arguments for every `pip install`
+#   DEVICE=cuda          demo, bench: the device that all ranks share
+#   RANKS_AS=processes   demo: each rank is a process of its own, not a thread
+#   TORCH="..."          arguments for pip that bring torch; where not given, the pin in constraints.txt
+#   VENV_SITE=1          use the torch that $(PYTHON) has, and whatever else it has, and download only what is missing:
+#                        for a machine that came with a CUDA build of torch
+#   PYTEST="..."         arguments for pytest; BENCH="..." for the benchmarks
+#   PIP_ARGS="..."       arguments for every `pip install`
 
 PYTHON ?= python3
 VENV ?= $(if $(VENV_SITE),.venv-site,.venv)
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEVICE ?= cpu
+RANKS_AS ?= threads
 PYTEST ?=
 BENCH ?=
 PIP_ARGS ?=
@@ -29,7 +31,8 @@ help:
 	@echo "targets: demo test cuda bench lint types clean"
 
 demo: $(VENV)/.model
-	DEVICE="$(DEVICE)" $(RUN) -W "ignore:Failed to initialize NumPy" examples/minilm_tensor_parallel.py
+	DEVICE="$(DEVICE)" RANKS_AS="$(RANKS_AS)" \
+		$(RUN) -W "ignore:Failed to initialize NumPy" examples/minilm_tensor_parallel.py
 
 test: $(VENV)/.model lint types
 	$(RUN) -P -m pytest $(PYTEST)

