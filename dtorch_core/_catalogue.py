@@ -1,6 +1,6 @@
 """The names this project knows without importing anything: what to install for each, and what is reserved.
 
-Only names and distributions are here. What a backend can do is said by its plugin.
+Only names, distributions and variables are here. What a backend can do is said by its plugin.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ RESERVED: dict[Kind, dict[str, str]] = {
     "promise": {"network": "several hosts"},
 }
 """Names kept for backends that no distribution offers yet, and what each will be for."""
+
+VARIABLES = {
+    "DTORCH_FILE_ARENA_BYTES": "how many bytes of shared memory dtorch-file-store may hold in one process",
+    "DTORCH_SESSION_DIR": "where dtorch-file-store keeps the sessions of this user",
+}
+"""The environment variables that first-party plugins read, and what each is for."""
 
 
 def absent(kind: Kind, present: set[str]) -> list[Verdict]:

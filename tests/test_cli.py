@@ -456,7 +456,10 @@ class TestDoctor:
         assert len(problems) == 2
         assert any("DTORCH_DISABLE_PLUGINS names 'mien'" in problem for problem in problems)
         assert any("there is no store backend 'mein' (asked for by environment" in problem for problem in problems)
-        assert "not read by dtorch-core. Did you mean 'DTORCH_TENSOR_STORE'?" in dtorch("doctor")[1]
+        site.env("DTORCH_SESSION_DIR", str(site.folder / "none"))
+        out = dtorch("doctor")[1]
+        assert "read by no part of dtorch. Did you mean 'DTORCH_TENSOR_STORE'?" in out
+        assert "where dtorch-file-store keeps the sessions of this user" in out
 
     def test_backend_asked_for_that_does_not_fit_all_ranks_is_no_problem(self, dtorch, site):
         site.backend("local-dist", "local", "Support.yes(1, 'x') if topology.same_process else Support.no('y')")

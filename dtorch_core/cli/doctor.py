@@ -32,8 +32,9 @@ KNOWN = {
     LOAD: "the only plugins that are loaded",
     STRICT: "a broken plugin is an error",
     recorder.VARIABLE: "how many calls of each group the flight recorder keeps",
+    **_catalogue.VARIABLES,
 }
-"""The variables that dtorch-core reads, and what each is for."""
+"""The variables that dtorch-core and its first-party plugins read, and what each is for."""
 
 
 @dataclass
@@ -93,7 +94,7 @@ def _environment() -> Finding:
     values = {name: value for name, value in sorted(os.environ.items()) if name.startswith("DTORCH_")}
     rows = []
     for name, value in values.items():
-        hint = f"not read by dtorch-core.{did_you_mean(name, KNOWN)}"
+        hint = f"read by no part of dtorch.{did_you_mean(name, KNOWN)}"
         rows.append((f"{name}={value}", KNOWN.get(name, hint)))
 
     return Finding(values, columns(rows) or ["no DTORCH variable is set"])

@@ -14,10 +14,10 @@ import tempfile
 import threading
 
 import pytest
-from dtorch_file_store import directory
+from dtorch_file_store import directory, headroom
 from dtorch_file_store.directory import VARIABLE, ProcessInfo, SessionDirectory, clean_dead, report, sessions
 
-from dtorch_core import DtorchError
+from dtorch_core import DtorchError, _catalogue
 from dtorch_core.cli import main
 
 LIMIT = 30.0
@@ -364,6 +364,9 @@ class TestRefusals:
 
 
 class TestReport:
+    def test_doctor_knows_the_variables(self):
+        assert {VARIABLE, headroom.VARIABLE} == set(_catalogue.VARIABLES)
+
     def test_doctor_shows_it(self, base, other, capsys):
         victim = other("abc", 0)
         victim.kill()
