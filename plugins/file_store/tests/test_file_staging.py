@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from dtorch_file_store import staged
 from dtorch_file_store.staged import Flat, Staged
 from dtorch_file_store.staging import GRAIN, Plan
 
@@ -98,6 +99,7 @@ def schedules(processes):
 def simulate(works, process_of, schedule, *, halves=2, waits=True, mapped=False, **options):
     """Do several pieces of work one after the other, all processes at once; what each target became."""
     processes = sorted(set(process_of))
+    options.setdefault("split_homes", 2)
     plans, flats, tables = [], [], []
     for case in works:
         own = {p: {r: case.tensors[r] for r, q in enumerate(process_of) if q == p} for p in processes}
@@ -118,9 +120,9 @@ def simulate(works, process_of, schedule, *, halves=2, waits=True, mapped=False,
         turn = 0
         for index, (case, plan) in enumerate(zip(works, plans, strict=True)):
             flat = flats[index][me]
-            staged = Staged(plan, me, flat, buffers, tables[index].__getitem__, turn)
+            part = Staged(plan, me, flat, buffers, tables[index].__getitem__, turn)
             for number in range(plan.steps):
-                for tasks, exchange in ((staged.stage, True), (staged.compute, False)):
+                for tasks, exchange in ((part.stage, True), (part.compute, False)):
                     todo = list(tasks(number))
                     schedule.dice.shuffle(todo)
                     for task in todo:
@@ -233,6 +235,11 @@ class TestTensors:
         for mapped in (False, True):
             check(make, process_of, chunk_bytes=512, split_bytes=0, mapped=mapped)
 
+    def test_blocks_larger_than_the_cache(self, process_of, monkeypatch):
+        monkeypatch.setattr(staged, "BLOCK_BYTES", 300)
+        for dtype in (torch.float32, torch.bfloat16):
+            check(lambda: cases(len(process_of), 999, dtype), process_of, chunk_bytes=2048, split_bytes=1000)  # noqa: B023
+
     def test_many_of_different_sizes_together(self, process_of):
         size = len(process_of)
         lengths = [1, 700, 0, 64, 5, 2000, 130, 65]
@@ -312,13 +319,13 @@ class TestPlans:
 
     def test_only_what_others_need_is_staged(self):
         size, nbytes = 4, 400 * 4
-        staged = {}
+        found = {}
         names = ["all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "gather", "scatter", "all_to_all"]
         for name, case in zip(names, cases(size), strict=True):
             plan = plan_of(case, range(size), chunk_bytes=512, split_bytes=1 << 40)
-            staged[name] = [moved(plan, process)[0] // nbytes for process in range(size)]
+            found[name] = [moved(plan, process)[0] // nbytes for process in range(size)]
 
-        assert staged == {
+        assert found == {
             "all_reduce": [2, 2, 2, 2],
             "reduce": [1, 1, 0, 1],
             "reduce_scatter": [3, 3, 3, 3],
@@ -338,6 +345,19 @@ class TestPlans:
         assert {moved(whole, process) for process in range(8)} == {(nbytes, 8 * nbytes)}
         assert {moved(split, process) for process in range(8)} == {(nbytes * 7 // 8, nbytes + nbytes * 7 // 8)}
         assert split.steps == whole.steps + 1
+
+    def test_reductions_are_split_where_that_moves_less(self):
+        def steps(processes, **options):
+            case = Case.of(
+                collectives.all_reduce(rule("sum", torch.float32)), [[values(99, r)] for r in range(processes)]
+            )
+            return plan_of(case, range(processes), split_bytes=99 * 4, **options).steps
+
+        assert [steps(n) for n in (1, 2, 3, 4)] == [1, 1, 2, 2]
+        assert steps(2, split_homes=2) == 2
+        both = [Place(0, 0), Place(1, 0)]
+        assert steps(2, mapped=both) == 3  # the last one: nobody reads them any more
+        assert steps(2, mapped=both[:1]) == 3
 
     def test_mapped_tensors_are_staged_only_where_it_is_unsafe(self):
         everywhere = {Place(r, n) for r in range(2) for n in range(4)}

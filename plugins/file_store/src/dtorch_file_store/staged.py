@@ -13,7 +13,7 @@ from dtorch_core.joint import Task
 from dtorch_file_store.staging import Block, Plan, Spot, Step
 
 BLOCK_BYTES = 256 * 1024
-"""What is worked on at a time of each tensor, so that it stays in cache."""
+"""What is worked on at a time of each tensor, so that it stays in cache, where it is gone through more than once."""
 
 
 class Flat:
@@ -78,6 +78,7 @@ class Staged:
         self._plan, self._process, self._flat = plan, process, flat
         self._halves, self._remote, self._turn = halves, remote, turn
         self._number, self._step = -1, Step((), ())
+        self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def stage(self, number: int) -> Sequence[Task]:
         """What is to be done before the exchange of step ``number``, in any order."""
@@ -99,7 +100,7 @@ class Staged:
         sources = [self._run(spot, block, self._flat.sources, read_half) for spot in block.sources]
         targets = [self._run(spot, block, self._flat.targets, write_half) for spot in block.targets]
         length = BLOCK_BYTES // block.dtype.itemsize
-        if block.length <= length:
+        if block.length <= length or _in_one_pass(block):
             return [partial(compute, block.rule, block.factor, sources, targets)]
 
         return [
@@ -109,11 +110,23 @@ class Staged:
 
     def _run(self, spot: Spot, block: Block, flat: Mapping[Place, Tensor], half: int) -> Tensor:
         if spot.place is None:
-            nbytes = block.length * block.dtype.itemsize
-            return self._halves[spot.process][half].narrow(0, spot.start, nbytes).view(block.dtype)
+            key = spot.process, half, block.dtype
+            if key not in self._typed:
+                self._typed[key] = self._halves[spot.process][half][: self._plan.half_bytes].view(block.dtype)
+
+            return self._typed[key].narrow(0, spot.start // block.dtype.itemsize, block.length)
 
         tensor = flat[spot.place] if spot.process == self._process else self._remote(spot.place)
         return tensor.narrow(0, spot.start, block.length)
+
+
+def _in_one_pass(block: Block) -> bool:
+    """Each element is read and written once."""
+    if len(block.targets) > 1:
+        return False
+
+    rule = block.rule
+    return rule is None or (len(block.sources) == 2 and rule.in_place and rule.op != "avg")
 
 
 def _places(lists: Iterable[Sequence[Place]], tensors: Mapping[int, Sequence[Tensor]]) -> Iterable[Place]:

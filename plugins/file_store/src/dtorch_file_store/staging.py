@@ -36,8 +36,11 @@ from dtorch_core.reduction import Rule
 CHUNK_BYTES = 1024 * 1024
 """What a process stages in a step, about."""
 
-SPLIT_BYTES = 64 * 1024
+SPLIT_BYTES = 256 * 1024
 """Smaller reductions are not split: copying the parts takes one step more."""
+
+SPLIT_HOMES = 3
+"""Nor are those that fewer processes want. Two have as little to do if each reduces everything, and no step more."""
 
 GRAIN = 64
 """Tensors are cut at multiples of this many elements, so that blocks begin at cache lines and torch's vectors fit."""
@@ -130,7 +133,8 @@ class Plan:
     :param chunk_bytes: what a process stages in a step, about; any number above 0.
     :param mapped: the tensors that other processes can read where they are, and that their own has neither copied nor
         found :func:`~dtorch_core.declared.at_risk`. They are not staged, as far as that is safe.
-    :param split_bytes: reductions of at least this size that several processes want are split among them.
+    :param split_bytes: reductions of at least this size are split, if at least ``split_homes`` processes want them, or
+        if they are in place in mapped tensors: those would have to be staged.
     """
 
     def __init__(
@@ -141,10 +145,12 @@ class Plan:
         *,
         chunk_bytes: int = CHUNK_BYTES,
         split_bytes: int = SPLIT_BYTES,
+        split_homes: int = SPLIT_HOMES,
         mapped: Collection[Place] = (),
     ) -> None:
         self._process_of, self._mapped = process_of, frozenset(mapped)
-        self._lanes = self._into_lanes(results, shapes, split_bytes)
+        self._split_bytes, self._split_homes = split_bytes, split_homes
+        self._lanes = self._into_lanes(results, shapes)
         jobs = [job for lane in self._lanes for job in lane.jobs if job.length]
         staged: Counter[int] = Counter()
         for lane in self._lanes:
@@ -157,7 +163,7 @@ class Plan:
         self.steps = max(self._pieces + split, left)
         """How many. The last may have no blocks: its exchange then says that nobody reads mapped tensors any more."""
         self.half_bytes = max((self._room(process) for process in set(process_of)), default=0)
-        """The most that is staged in half a buffer."""
+        """The most that half a buffer holds; a multiple of :data:`GRAIN`."""
 
     def step(self, process: int, number: int) -> Step:
         """What ``process`` does in step ``number``."""
@@ -197,7 +203,7 @@ class Plan:
 
         return Step(stage, compute)
 
-    def _into_lanes(self, results: Sequence[Result], shapes: Shapes, split_bytes: int) -> list[_Lane]:
+    def _into_lanes(self, results: Sequence[Result], shapes: Shapes) -> list[_Lane]:
         lanes: dict[object, _Lane] = {}
         for result in results:
             homes: dict[int, list[Place]] = {}
@@ -210,11 +216,7 @@ class Plan:
             first = result.sources[0]
             shape = shapes[first.rank][first.number]
             length = math.prod(shape.sizes)
-            split = (
-                result.rule is not None
-                and len(homes) > 1
-                and (length * shape.dtype.itemsize >= split_bytes or _rounds_by_place(result.rule))
-            )
+            split = self._is_split(result, len(homes), length * shape.dtype.itemsize)
             job = _Job(result, shape.dtype, length, homes, split, 0)
             blocks = Counter(
                 self._process_of[place.rank]
@@ -228,6 +230,16 @@ class Plan:
             lane.offsets.append(offset)
 
         return list(lanes.values())
+
+    def _is_split(self, result: Result, homes: int, nbytes: int) -> bool:
+        if result.rule is None or homes == 1:
+            return False
+
+        if result.rule.op == "product" and result.rule.dtype.is_complex:
+            return True  # only whoever computes it knows the last bits: see dtorch_core.declared.compute
+
+        worthwhile = homes >= self._split_homes or any(place in self._mapped for place in result.targets)
+        return worthwhile and nbytes >= self._split_bytes
 
     def _piece(self, number: int) -> Iterator[tuple[_Job, int, int]]:
         if 0 <= number < self._pieces:
@@ -265,13 +277,16 @@ class Plan:
 
     def _room(self, process: int) -> int:
         # Of a split reduction a half also holds what was reduced in the step before.
-        return sum(
-            (lane.blocks[process] + lane.jobs[0].split) * (-(-lane.nbytes // self._pieces) + _LARGEST_GRAIN)
-            for lane in self._lanes
-        )
+        room = 0
+        for lane in self._lanes:
+            piece = -(-lane.nbytes // self._pieces // GRAIN) * GRAIN + _MOST_BYTES
+            room += piece * (lane.blocks[process] + lane.jobs[0].split)
+
+        return room
 
 
-_LARGEST_GRAIN = GRAIN * torch.complex128.itemsize
+_MOST_BYTES = GRAIN * torch.complex128.itemsize
+"""Of a grain: by less than one a piece of a lane is longer than others."""
 
 
 def _parts(job: _Job, start: int, end: int) -> Iterator[tuple[int | None, int, int]]:
@@ -298,8 +313,3 @@ def _take(ends: Counter[int], process: int, job: _Job, low: int, high: int) -> i
 
 def _spots(places: Sequence[Place], process: int, start: int) -> list[Spot]:
     return [Spot(place, process, start) for place in places]
-
-
-def _rounds_by_place(rule: Rule) -> bool:
-    """Only whoever computes it knows the last bits: see :func:`dtorch_core.declared.compute`."""
-    return rule.op == "product" and rule.dtype.is_complex
