@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtorch_core import BackendSpec, Support, Topology, hookimpl
+from dtorch_core import BackendSpec, Member, Support, Topology, hookimpl
 
 
 def probe(topology: Topology) -> Support:
@@ -45,3 +45,14 @@ def dtorch_doctor() -> list[str]:
     from dtorch_file_store import directory  # not to list what is installed
 
     return directory.report()
+
+
+@hookimpl
+def dtorch_describe_member(member: Member) -> dict[str, str]:
+    """Whether this rank's process can map CUDA memory of others."""
+    if member.device_type != "cuda":
+        return {}
+
+    from dtorch_file_store.reach import facts
+
+    return facts(member.device)

@@ -222,7 +222,7 @@ class Keys:
 
         return None
 
-    def finish(self, rank: int, key: str, mark: Any = None) -> None:  # noqa: ANN401 - JSON
+    def finish(self, rank: int, key: str, mark: Any = None) -> None:  # noqa: ANN401 - an event, or plain values
         """End a borrow, and tell the producer."""
         with self._node.mutex:
             publication = self.borrowed(rank, key)
@@ -236,7 +236,7 @@ class Keys:
                 woken = self._finished(publication, mark)
             else:
                 woken = []
-                self._node.tell(arbiter, frame("finish", self.epoch, *publication.name, rank, mark))
+                self._node.tell(arbiter, frame("finish", self.epoch, *publication.name, rank, mark if isinstance(mark, list) else None))
 
         self._node.after(woken)
 
@@ -282,6 +282,9 @@ class Keys:
     def drop(self) -> list[Publication]:
         """Forget every key, of all ranks. What is returned holds tensors, to be let go outside the mutex."""
         dropped = list(self._names.values())
+        for publication in dropped:
+            self._abandon(publication)
+
         own = set(self._node.own_ranks)
         self._orphans.update((rank, found.key) for found in dropped for rank in found.borrowers & own)
         self._live.clear()
@@ -322,6 +325,7 @@ class Keys:
                 continue
 
             if publication.owner == rank and publication.value is None:
+                self._abandon(publication)
                 self._free(publication)  # finished, and nobody will wait for it
                 continue
 
@@ -390,6 +394,7 @@ class Keys:
             text = self._in_use_text(own.owner, own, by=owner)
             own.void = lambda: KeyInUseError(text)
             woken += settle(own.waiters, lambda _: own.void)
+            self._abandon(own)
             self._forget(own)
             self._node.tell_all(frame("free", self.epoch, *own.name), lazily=True)
 
@@ -433,7 +438,7 @@ class Keys:
 
         publication.takers.add(rank)
         publication.finished.add(rank)
-        return self._finished(publication, mark)
+        return self._finished(publication, None if mark is None else (peer, mark))
 
     def _on_free(self, peer: int, message: Message) -> Iterable[Waiter]:
         _, owner, number = message.fields
@@ -614,8 +619,10 @@ class Keys:
         for waiter in woken:
             waiter.done = True
 
-        if woken or publication.owner in self._presence.closed:
-            # Its producer waits already, so that the thread it wakes has nothing left to do, or never will.
+        if woken:
+            self._free(publication)  # its producer waits already: the thread it wakes has nothing left to do
+        elif publication.owner in self._presence.closed:
+            self._abandon(publication)  # it never will
             self._free(publication)
         else:
             self._let_go(publication)
@@ -640,6 +647,12 @@ class Keys:
             del self._live[publication.key]
 
         self._let_go(publication)
+
+    def _abandon(self, publication: Publication) -> None:
+        """Its producer will not wait for it."""
+        outlet, publication.outlet = publication.outlet, None
+        if outlet is not None:
+            self._node.jobs.append(partial(outlet.abandon, publication.marks))
 
     def _let_go(self, publication: Publication) -> None:
         value = publication.value

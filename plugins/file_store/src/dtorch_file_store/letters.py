@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,10 +90,10 @@ class Letters:
 
         return receipt
 
-    def got(self, letter: Letter) -> None:
+    def got(self, letter: Letter, mark: Any) -> None:  # noqa: ANN401 - plain values
         """It was copied out: its sender has the memory back."""
         with self.node.mutex:
-            self.node.tell(self.node.homes[letter.src], frame("got letter", letter.number))
+            self.node.tell(self.node.homes[letter.src], frame("got letter", letter.number, mark))
 
         self.node.after()
 
@@ -135,7 +136,7 @@ class Letters:
     def node_gone(self, node: int) -> None:
         """A node takes nothing any more. Under the mutex."""
         for number in [number for number, (home, _) in self._sent.items() if home == node]:
-            self._take_back(number)
+            self._take_back(number, [])
 
     def _deliver(self, letter: Letter, dst: int) -> list[Waiter]:
         receipts = self._receipts[dst]
@@ -147,19 +148,19 @@ class Letters:
         receipts.remove(receipt)
         return receipt.fulfil(letter)
 
-    def _take_back(self, number: int) -> None:
+    def _take_back(self, number: int, marks: Sequence[Any]) -> None:
         _, value = self._sent.pop(number)
         value.finished()
-        self.node.trash.append(value)
+        self.node.jobs.append(partial(value.abandon, marks))
 
     def _on_letter(self, peer: int, message: Message) -> Iterable[Waiter]:
         src, dst, tag, number, described = message.fields
         return self._deliver(Letter(src, tag, number, self._arrived(peer, described, message.body)), dst)
 
     def _on_got(self, peer: int, message: Message) -> Iterable[Waiter]:
-        (number,) = message.fields
+        number, mark = message.fields
         if number in self._sent:
-            self._take_back(number)
+            self._take_back(number, [] if mark is None else [(peer, mark)])
 
         return ()
 
@@ -222,7 +223,7 @@ class FileReceipt(Receipt):
 
         letter = self.letter
         assert letter is not None, "it is here, or the wait has raised"
-        tensor = self._open(letter)
+        tensor = self._open(letter, stream)
         streams.order_after(self._ready, tensor, stream)
         streams.keep_until_done(tensor, stream)
         return tensor, letter.src
@@ -246,17 +247,19 @@ class FileReceipt(Receipt):
 
         callback()
 
-    def _open(self, letter: Letter) -> Tensor:
+    def _open(self, letter: Letter, stream: torch.cuda.Stream | None) -> Tensor:
         """The tensor, which is the receiver's own; copied out once."""
         with self._opening:
             if self._tensor is None:
-                tensor = letter.value.borrow(None)
+                tensor = letter.value.borrow(stream)
                 if letter.number:
-                    tensor = tensor.clone(memory_format=torch.contiguous_format)
-                    self._letters.got(letter)
+                    with torch.cuda.stream(stream):
+                        tensor = tensor.clone(memory_format=torch.contiguous_format)
+
+                    self._letters.got(letter, letter.value.mark(stream))
 
                 self._tensor = tensor
-                self._ready = streams.record(tensor)
+                self._ready = streams.record(tensor, stream)
 
         return self._tensor
 

@@ -75,7 +75,7 @@ def _make(ctx: BackendContext, token: str, homes: Sequence[int], index: int, dea
     nodes = max(homes) + 1
     pids = [member.pid for member in ctx.topology]
     node = Node(ctx.label, index, homes, pids)
-    session = Session(node)
+    session = Session(node, ctx.topology)
     if nodes == 1:
         node.connect([])
         return session

@@ -9,8 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from dtorch_core.errors import AbortedError, ProtocolError
+from dtorch_core import Topology
+from dtorch_file_store import gpu
 from dtorch_file_store.arena import Arena, Mapping, Segment
 from dtorch_file_store.gates import Gate
+from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.joint import Joint
 from dtorch_file_store.letters import Letters
 from dtorch_file_store.keys import Keys, Publication
@@ -29,10 +32,11 @@ _alive: weakref.WeakSet[Session] = weakref.WeakSet()
 class Session:
     """Keys, gates and shared memory of this process's ranks."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, topology: Topology) -> None:
         self.node = node
         self.presence = node.presence
         self.arena = Arena(node.presence.label, self._announce)
+        self.gpu = Gpu(node, self.arena, topology)
         self.keys = Keys(node, self._arrived)
         self.joint = Joint(node, self.arena, self.mapping)
         self.letters = Letters(node, self._arrived)
@@ -102,6 +106,7 @@ class Session:
 
         self.node.after(woken)
         if last:
+            self.gpu.close()
             self.node.close()
             self.let_go()
 
@@ -157,6 +162,12 @@ class Session:
         if kind == "body":
             return ArrivedValue(Layout.from_json(fields[0]), body)
 
+        if kind == "cuda":
+            return gpu.arrived(self.gpu, home, *fields)
+
+        if kind == "host":
+            return gpu.UploadedValue(self.gpu, fields[0], self._arrived(home, ("block", *fields[1]), body))
+
         number, offset, layout = fields
         return MappedValue(Layout.from_json(layout), offset, lambda: self.mapping(home, number))
 
@@ -189,6 +200,7 @@ class Session:
         return self.keys.rank_left(rank, borrows, estate) + self._give_up()
 
     def _node_gone(self, node: int) -> list[Waiter]:
+        self.gpu.node_gone(node, died=any(self.node.homes[rank] == node for rank in self.presence.died))
         self.joint.node_gone(node)
         self.letters.node_gone(node)
         woken = self.keys.node_gone(node)

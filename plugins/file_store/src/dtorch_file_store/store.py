@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtorch_core import BackendContext, TensorStore
+from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
 from dtorch_core.checks import check_device, check_key, check_publish, check_timeout
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
 from dtorch_file_store import opening
 from dtorch_file_store.session import Session
-from dtorch_file_store.values import message_value, own_value
+from dtorch_file_store.values import Value, message_value, own_value
 
 
 class FileTensorStore(TensorStore):
@@ -46,7 +46,11 @@ class FileTensorStore(TensorStore):
             session.check(f"src_set({key!r})")
 
         plain = tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
-        value = own_value(plain, session.arena, shared=self._shared, writable=writable)
+        if plain.is_cuda or dest_device is not None:
+            value = self._gpu_value(key, plain, stream, dest_device, writable)
+        else:
+            value = own_value(plain, session.arena, shared=self._shared, writable=writable)
+
         try:
             session.keys.put(self.rank, key, get_count, value, self.timeout)
         except BaseException:
@@ -58,7 +62,7 @@ class FileTensorStore(TensorStore):
     ) -> None:
         publication = self._session.keys.wait(self.rank, key, self._seconds(timeout))
         if publication.outlet is not None:
-            publication.outlet.settle()
+            publication.outlet.settle(publication.marks, stream)
 
     def dest_get(self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None) -> Tensor:
         if type(key) is not str:
@@ -70,7 +74,12 @@ class FileTensorStore(TensorStore):
         return value.borrow(stream)
 
     def dest_finish_get(self, key: str, *, stream: torch.cuda.Stream | None = None) -> None:
-        self._session.keys.finish(self.rank, key)
+        keys, mark = self._session.keys, None
+        publication = keys.borrowed(self.rank, key)
+        if publication is not None and publication.value is not None and publication.value.marks:
+            mark = publication.value.mark(stream)
+
+        keys.finish(self.rank, key, mark)
 
     def reset(self, *, timeout: float | None = None) -> None:
         self._session.reset(self.rank, self._seconds(timeout))
@@ -110,11 +119,45 @@ class FileTensorStore(TensorStore):
         return self._session.joint.post(key, Offer(self.rank, note, tuple(tensors)), work)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, stream: torch.cuda.Stream | None = None) -> None:
-        value = message_value(tensor.detach(), self._session.arena, near=self._session.node.is_near(dst))
+        near = self._session.node.is_near(dst)
+        if tensor.is_cuda:
+            value = self._session.gpu.message(tensor.detach(), stream, near=near)
+        else:
+            value = message_value(tensor.detach(), self._session.arena, near=near)
+
         self._session.letters.send(self.rank, dst, tag, value)
 
     def expect(self, src: int | None, tag: int) -> Receipt:
         return self._session.letters.expect(self.rank, src, tag)
+
+    def _gpu_value(
+        self,
+        key: str,
+        tensor: Tensor,
+        stream: torch.cuda.Stream | None,
+        dest_device: torch.device | str | None,
+        writable: bool,
+    ) -> Value:
+        """How to publish what is on a CUDA device, or is to be there."""
+        session = self._session
+        target = tensor.device if dest_device is None else check_device(f"src_set({key!r})", dest_device)
+        if target.type == tensor.device.type:
+            if tensor.is_cuda:
+                return session.gpu.publish(tensor, stream, writable=writable)
+
+            return own_value(tensor, session.arena, shared=self._shared, writable=writable)
+
+        if writable:
+            raise ProtocolError(
+                f"{self.label}, key {key!r}: writable=True, but dest_device={str(dest_device)!r} publishes a copy, so "
+                f"what consumers write would not reach the tensor on {tensor.device}"
+            )
+
+        if tensor.is_cuda:
+            return session.gpu.publish_to_host(tensor, stream)
+
+        copy, _ = streams.copy_to_device(tensor, target, stream)
+        return session.gpu.publish(copy, stream, writable=False)
 
     def _seconds(self, timeout: float | None) -> float:
         if self._session.node.forked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ class Value(ABC):
     body: bytes = b""
     """What travels with its description."""
     settles: bool = False
-    """:meth:`settle` has something to do."""
+    """:meth:`settle` or :meth:`abandon` has something to do."""
+    marks: bool = False
+    """Whoever finishes says where its stream is, by :meth:`mark`."""
 
     @abstractmethod
     def describe(self) -> Any:  # noqa: ANN401 - plain values
@@ -31,11 +33,18 @@ class Value(ABC):
     def borrow(self, stream: torch.cuda.Stream | None) -> Tensor:
         """The tensor, for one consumer of this process: an object of its own; on CUDA ordered on ``stream``."""
 
-    def finished(self) -> None:
+    def mark(self, stream: torch.cuda.Stream | None) -> Any:  # noqa: ANN401 - an event, or plain values
+        """Where a consumer of this process is when it finishes; for :meth:`settle`, perhaps in another process."""
+        return None
+
+    def finished(self) -> None:  # noqa: B027 - few have something to do
         """All consumers have finished. Under the node's mutex: calls no torch."""
 
-    def settle(self) -> None:
-        """After the producer's wait: what consumers wrote reaches its tensor."""
+    def settle(self, marks: Sequence[Any], stream: torch.cuda.Stream | None) -> None:  # noqa: B027
+        """After the producer's wait: what consumers wrote reaches its tensor, and ``stream`` goes on behind them."""
+
+    def abandon(self, marks: Sequence[Any]) -> None:  # noqa: B027
+        """Instead of :meth:`settle`: nobody waits for it."""
 
 
 class OwnValue(Value):
@@ -93,9 +102,14 @@ class SharedValue(OwnValue):
         if self._written is None:
             self._block.release()
 
-    def settle(self) -> None:
+    def settle(self, marks: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
         if self._written is not None:
             read_back(self._layout, self._block.bytes(), self._written)
+            self._block.release()
+            self._written = None
+
+    def abandon(self, marks: Sequence[Any]) -> None:
+        if self._written is not None:
             self._block.release()
             self._written = None
 
