@@ -78,7 +78,7 @@ class Line:
         with self._lock:
             while self._unsent:
                 try:
-                    sent = self.socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
+                    sent = self.socket.send(self._unsent[0])
                 except BlockingIOError:
                     return False
                 except OSError:  # closed at the other end, or here

@@ -40,7 +40,11 @@ def normal_device(device: str | torch.device | None) -> str:
     if not torch.cuda.is_available():
         raise ValueError(f"device {device!r}: this torch ({torch.__version__}) sees no CUDA device")
 
-    index = torch.cuda.current_device() if parsed.index is None else parsed.index
+    index = parsed.index
+    if index is None:
+        # Asking torch would begin CUDA here, and the device may be for ranks in other processes.
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+
     if index >= torch.cuda.device_count():
         raise ValueError(f"device {device!r}: there are only {torch.cuda.device_count()} CUDA devices here")
 

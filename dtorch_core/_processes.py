@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -371,6 +372,7 @@ def _check_may_start() -> None:
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
     """What is started in here does not hear Ctrl-C until it unblocks it: a new interpreter would print a traceback."""
+    resource_tracker.ensure_running()  # its first start, which comes with a process, would unblock it here
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
