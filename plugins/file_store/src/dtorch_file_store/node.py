@@ -7,6 +7,9 @@ or sends under it.
 One thread at a time reads the sockets: a thread that waits does it itself, so that a message wakes the thread that it
 is for, not one that would have to wake it. The others sleep; whoever stops reading hands that on to one of them. A
 background thread reads when nobody has waited for a moment.
+
+To fall asleep and be woken takes longer than most answers. So who reads looks again and again for a moment before it
+sleeps, if the wait before was a short one; between looks it offers its core to others.
 """
 
 from __future__ import annotations
@@ -28,6 +31,13 @@ log = logging.getLogger("dtorch")
 LEASE = 0.002
 """Seconds without a waiting thread after which the background thread reads: it does not compete with threads that
 wait again and again, and a request of another process finds somebody who answers."""
+
+LOOKING = 50e-6
+"""Seconds that a thread looks for messages before it sleeps. (Measured: what takes 140 us there and back between two
+that sleep takes 40 us between two that look.)"""
+
+SHORT = 10 * LOOKING
+"""A wait of less seconds is a reason to look in the next one: it might have been shorter still."""
 
 LINGER = 1.0
 """Seconds that a node which closes gives to peers that do not read, for its last words."""
@@ -78,6 +88,8 @@ class Node:
         self.forked = False
         self._reader = 0
         """The thread that reads now."""
+        self._looks = True
+        """Answers have come soon of late."""
         self._quiet = threading.Event()
         """Nobody reads any more. Set once the node closes."""
         self._parked = threading.Event()
@@ -103,7 +115,8 @@ class Node:
             self.after(woken)
 
         if self.links:
-            self._thread = threading.Thread(target=self._read_for_nobody, name=f"{self.presence.label} reader", daemon=True)
+            name = f"{self.presence.label} reader"
+            self._thread = threading.Thread(target=self._read_for_nobody, name=name, daemon=True)
             self._thread.start()
 
     def ranks_at(self, node: int) -> list[int]:
@@ -251,7 +264,7 @@ class Node:
         """Wait for messages once, and handle what has come. Called by the driver, which then is it no more."""
         self._reader = threading.get_ident()
         try:
-            for fd, event in self._epoll.poll(seconds):
+            for fd, event in self._events(seconds):
                 link = self._links_by_fd.get(fd)
                 if link is not None:
                     if event & select.EPOLLOUT:
@@ -265,6 +278,25 @@ class Node:
                     self._ended(fd)
         finally:
             self._stop_reading()
+
+    def _events(self, seconds: float | None) -> list[tuple[int, int]]:
+        """What has happened to the descriptors, once something has, or the time is over."""
+        if seconds is None:
+            return self._epoll.poll(None)
+
+        poll, start = self._epoll.poll, time.monotonic()
+        if self._looks:
+            until = start + min(seconds, LOOKING)
+            while time.monotonic() < until:
+                events = poll(0)
+                if events:
+                    return events
+
+                os.sched_yield()
+
+        events = poll(seconds)
+        self._looks = time.monotonic() - start < SHORT
+        return events
 
     def look(self) -> None:
         """Handle what has arrived by now, whoever reads; waits for nothing."""
