@@ -12,7 +12,8 @@ from dtorch_file_store.wire import Message, Reader
 
 _RECEIVE = 64 * 1024
 _FDS = 64
-_SEND_AT_ONCE = 64
+_TOGETHER = 64 * 1024
+"""Bytes from which on messages are not joined: what a peer that does not read leaves here is not copied again."""
 
 
 class Link:
@@ -87,11 +88,12 @@ class Link:
 
     def _gather(self) -> bytes | memoryview:
         """Join the first messages, so that one call sends them. Only the sender takes from the queue."""
-        parts = []
-        while self._out and len(parts) < _SEND_AT_ONCE and self._out[0][1] is None:
+        parts, size = [], 0
+        while self._out and size < _TOGETHER and self._out[0][1] is None:
             parts.append(self._out.popleft()[0])
+            size += len(parts[-1])
 
-        joined = b"".join(parts)
+        joined = parts[0] if len(parts) == 1 else b"".join(parts)
         self._out.appendleft((joined, None))
         return joined
 

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -89,7 +89,7 @@ def _make(ctx: BackendContext, token: str, homes: Sequence[int], index: int, dea
         session.let_go()
         raise
 
-    node.on_end = lambda: meeting.close(node.lost_nodes)
+    node.on_end = meeting.close
     return session
 
 
@@ -135,10 +135,10 @@ class _Meeting:
         self._ctx.rendezvous.set(f"{_UP}/{self._index}", f"{type(error).__name__}: {error}")
         self.close()
 
-    def close(self, lost: Iterable[int] = ()) -> None:
-        """Nothing is left of this process in the session's directory, nor of the nodes that were lost."""
+    def close(self) -> None:
+        """Nothing is left of this process in the session's directory, nor of those that have died."""
         if self._directory is not None:
-            self._directory.close(lost)
+            self._directory.close(range(self._nodes))
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
