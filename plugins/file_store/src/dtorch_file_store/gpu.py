@@ -125,6 +125,33 @@ class Gpu:
             copy = self.copies(tensor.device).copy(tensor, queue)
             return exports.ticket(copy), copy
 
+    def tickets(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """How another process can map tensors that it is to write into.
+
+        :raises UnsupportedOperationError: if it can't.
+        """
+        exports = self._begin()
+        self.tell_freed()
+        try:
+            return [exports.ticket(tensor).to_json() for tensor in tensors]
+        except UnsupportedTensorError as error:
+            raise UnsupportedOperationError(
+                f"{self.node.presence.label}: collectives of processes write into each other's tensors, and "
+                f"a tensor of rank {self.node.own_ranks[0]} can't be mapped: {error}"
+            ) from error
+
+    def mapped(self, home: int, tickets: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The tensors that a node has offered."""
+        return tuple(self.tensor(home, Ticket.from_json(ticket)) for ticket in tickets)
+
+    def keep_until(self, tensors: Sequence[Tensor], finishes: Iterable[Finish]) -> None:
+        """Nobody waits for what is done to these tensors: their memory is not handed out before it is done."""
+        if tensors:
+            side = self.side(tensors[0].device)
+            self.order(side, finishes)
+            for tensor in tensors:
+                streams.keep_until_done(tensor, side)
+
     def copies(self, device: torch.device) -> Copies:
         """Memory of a device that can be mapped."""
         assert device.index is not None

@@ -12,17 +12,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtorch_core import AbortedError, DtorchError, ProtocolError, StoreTimeoutError, errors
-from dtorch_core._text import rank_list, seconds
+from dtorch_core import (
+    AbortedError,
+    CollectiveMismatchError,
+    DtorchError,
+    ProtocolError,
+    StoreTimeoutError,
+    errors,
+    streams,
+)
+from dtorch_core._shapes import Shape
+from dtorch_core._text import describe_error, rank_list, seconds
 from dtorch_core.declared import Declared, Place, Result, at_risk, compute
-from dtorch_core.joint import Offer, Ticket, copy_of
+from dtorch_core.joint import Offer, Ticket, Work, copy_of
 from dtorch_core.reduction import Rule
 from dtorch_file_store import offers
 from dtorch_file_store.arena import Arena, Block, Mapping
+from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.node import Node
 from dtorch_file_store.offers import Brought
 from dtorch_file_store.staged import Flat, Staged
@@ -40,30 +51,38 @@ class Call:
     """One piece of joint work, as this node knows it."""
 
     __slots__ = (
+        "awaited",
         "awaits",
         "came",
+        "done",
+        "dropped",
         "error",
         "finished",
         "halves",
+        "held",
         "key",
         "notes",
         "notices",
         "offers",
         "parted",
+        "queue",
         "running",
         "said",
         "steps",
         "waiters",
         "work",
+        "written",
     )
 
     def __init__(self, key: str, world_size: int) -> None:
         self.key = key
         self.offers: list[Brought | None] = [None] * world_size
         self.came = 0
-        self.work: Declared | None = None
+        self.work: Work | None = None
         """From the first rank of this node; all bring the same, or it says what is wrong."""
         self.notes: Sequence[str] = ()
+        self.written: Sequence[Place] = ()
+        """On the CPU, the tensors that it writes, of all ranks."""
         self.waiters: list[Waiter] = []
         self.notices: list[Waiter] = []
         """Told at the end only, while waiters are also woken to go on."""
@@ -71,6 +90,16 @@ class Call:
         """This node's part: it yields the exchange that it can't go on without."""
         self.awaits = -1
         """That exchange."""
+        self.awaited: Sequence[int] = ()
+        """The nodes that have to reach it."""
+        self.queue: torch.cuda.Stream | None = None
+        """On CUDA, the stream of the first rank of this node."""
+        self.done: tuple[Any, ...] = ()
+        """On CUDA, the points of streams behind which the work is done."""
+        self.held: dict[int, Sequence[Tensor]] = {}
+        """On CUDA, this node's tensors until their rank's stream is behind the work."""
+        self.dropped: set[int] = set()
+        """Ranks whose ticket was dropped before they had waited."""
         self.said: dict[int, int] = {}
         """How far each node says it is."""
         self.halves: dict[int, tuple[int, int, int]] = {}
@@ -95,24 +124,34 @@ class Call:
 class Joint:
     """The joint work of one opening."""
 
-    def __init__(self, node: Node, arena: Arena, mapping: Callable[[int, int], Mapping]) -> None:
+    def __init__(self, node: Node, arena: Arena, mapping: Callable[[int, int], Mapping], gpu: Gpu) -> None:
         """
         :param mapping: a node's segment.
         """
         self._node, self._arena, self._mapping = node, arena, mapping
         self._presence = node.presence
+        self.gpu = gpu
         self._calls: dict[str, Call] = {}
         self._lent: dict[str, tuple[Block, set[int]]] = {}
         """Staging buffers of calls that have ended here, and the nodes that may still read them."""
         self._retired: str | None = None
-        for kind in ("post", "staged", "parted", "broken", "retired"):
+        for kind in ("post", "staged", "worked", "parted", "broken", "retired"):
             node.handlers[kind] = getattr(self, f"_on_{kind}")
 
-    def post(self, key: str, offer: Offer, work: Declared) -> FileTicket:
-        """Bring an offer. Never waits for another rank."""
+    def post(self, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None = None) -> FileTicket:
+        """Bring an offer. Never waits for another rank.
+
+        :param work: on the CPU, declared.
+        """
         rank, node, presence = offer.rank, self._node, self._presence
-        brought = offers.own(offer)
-        packed, body = offers.pack(brought) if node.links else ((), b"")
+        queue = None
+        if offer.tensors and offer.tensors[0].is_cuda:
+            queue = stream if stream is not None else torch.cuda.current_stream(offer.tensors[0].device)
+            brought, packed, body = self._offered(offer, queue)
+        else:
+            brought = offers.own(offer)
+            packed, body = offers.pack(brought) if node.links else ([], b"")
+
         call = self._calls.get(key)
         if call is not None and call.came == presence.world_size - 1:
             node.look()  # somebody may have given up before this rank came
@@ -132,6 +171,10 @@ class Joint:
             call.offers[rank] = brought
             call.came += 1
             call.work = call.work or work
+            if queue is not None:
+                call.queue = call.queue or queue
+                call.held[rank] = offer.tensors
+
             if node.links:
                 node.tell_all(frame("post", rank, key, *packed, body=body))
 
@@ -256,7 +299,7 @@ class Joint:
 
     def _halted(self, call: Call) -> list[int]:
         """The nodes that have to go on before this one can."""
-        return [node for node in self._node.links if call.said.get(node, -1) < call.awaits]
+        return [node for node in call.awaited if call.said.get(node, -1) < call.awaits]
 
     def _retire(self, call: Call, rank: int, timeout: float) -> tuple[Failure, list[Waiter]]:
         """A rank gives up: nothing can be begun any more. Its error, and whom to wake."""
@@ -329,6 +372,10 @@ class Joint:
         call.notes = [offer.note for offer in brought]
         work = call.work
         assert work is not None, "a rank of this node has come"
+        if any(offer.ready is not None for offer in brought):
+            yield from self._on_device(call, brought, work)
+            return
+
         tensors = {rank: brought[rank].tensors for rank in self._node.own_ranks}
         if not self._node.links:
             for task in work([Offer(rank, offer.note, tuple(offer.tensors)) for rank, offer in enumerate(brought)]):
@@ -336,7 +383,9 @@ class Joint:
 
             return
 
+        assert isinstance(work, Declared), "other work is left to the four steps"
         results = work.results(call.notes, [offer.shapes for offer in brought])
+        call.written = [place for result in results for place in result.targets]
         if all(offer.small for offer in brought) and not any(
             result.rule is not None and _rounds_by_place(result.rule) for result in results
         ):
@@ -375,6 +424,7 @@ class Joint:
                 node.tell_all(frame("staged", call.key, number, *(place if number == 0 else ())))
 
             node.after()
+            call.awaited = list(node.links)
             yield number
             if number == 0:
                 for peer, (segment, offset, size) in call.halves.items():
@@ -386,13 +436,82 @@ class Joint:
 
         flat.finish()
 
+    def _offered(self, offer: Offer, queue: torch.cuda.Stream) -> tuple[Brought, list[Any], bytes]:
+        """An offer of CUDA tensors, and what others need to know of it."""
+        shapes = [Shape.of(tensor) for tensor in offer.tensors]
+        if not self._node.links:
+            return Brought(offer.note, shapes, False, offer.tensors, ready=queue.record_event()), [], b""
+
+        tickets = self.gpu.tickets(offer.tensors)
+        mark = list(self.gpu.mark(queue))
+        brought = Brought(offer.note, shapes, False, offer.tensors, ready=(self._node.index, mark))
+        return brought, [offer.note, [shape.to_json() for shape in shapes], False, tickets, mark], b""
+
+    def _on_device(self, call: Call, brought: Sequence[Brought], work: Work) -> Iterator[int]:
+        """The first node does the work for all, on tensors that it maps; every switch between processes costs."""
+        node, gpu = self._node, self.gpu
+        worker = node.homes[0]
+        if node.index != worker:
+            call.awaited = [worker]
+            yield 0
+            return
+
+        queue = call.queue
+        assert queue is not None, "a rank of this node has brought CUDA tensors"
+        try:
+            gpu.order(queue, [offer.ready for offer in brought if offer.ready is not None])
+            mapped = [
+                tuple(offer.tensors) if node.is_near(rank) else gpu.mapped(node.homes[rank], offer.tickets)
+                for rank, offer in enumerate(brought)
+            ]
+            with torch.cuda.stream(queue):
+                for task in work([Offer(rank, brought[rank].note, mine) for rank, mine in enumerate(mapped)]):
+                    task()
+        except BaseException as error:
+            self._break(call, error)
+            raise
+        finally:
+            # Also where it failed: something may have been queued.
+            call.done = (queue.record_event(),)
+            for tensors in call.held.values():
+                for tensor in tensors:
+                    streams.keep_until_done(tensor, queue)
+
+        if node.links:
+            with node.mutex:
+                node.tell_all(frame("worked", call.key, list(gpu.mark(queue))))
+
+            node.after()
+
+    def order_after(self, call: Call, rank: int, stream: torch.cuda.Stream | None) -> None:
+        """Make a rank's stream wait for work on CUDA tensors."""
+        queue = stream if stream is not None else torch.cuda.current_stream()
+        self.gpu.order(queue, call.done)
+        for tensor in call.held.pop(rank, ()):
+            streams.keep_until_done(tensor, queue)
+
+    def drop(self, call: Call, rank: int) -> None:
+        """A rank has dropped its ticket without having waited."""
+        call.dropped.add(rank)
+        if call.finished:
+            self._abandon(call)
+
+    def _abandon(self, call: Call) -> None:
+        for rank in call.dropped & call.held.keys():
+            tensors = call.held.pop(rank)
+            self.gpu.keep_until(tensors, call.done)
+
     def _break(self, call: Call, error: BaseException) -> None:
         """This node can't do its part: the others learn why."""
-        with self._node.mutex:
+        if isinstance(error, CollectiveMismatchError):
+            kind, text = type(error).__name__, str(error)
+        else:
             kind = type(error).__name__ if isinstance(error, DtorchError) else "DtorchError"
-            text = str(error) if isinstance(error, DtorchError) else f"{type(error).__name__}: {error}"
             ranks = rank_list(self._node.own_ranks)
-            self._node.tell_all(frame("broken", call.key, kind, f"{call.key}: {ranks} could not do its part: {text}"))
+            text = f"{self._presence.label}, {call.key}: {ranks} could not do its part: {describe_error(error)}"
+
+        with self._node.mutex:
+            self._node.tell_all(frame("broken", call.key, kind, text))
 
         self._node.after()
 
@@ -401,6 +520,9 @@ class Joint:
         call.finished, call.running = True, False
         call.error = call.error or error
         self._calls.pop(call.key, None)
+        if call.dropped:
+            self._node.jobs.append(lambda: self._abandon(call))
+
         self._node.trash.append((call.offers, call.steps))
         call.offers, call.steps = [], None
         if call.halves or call.key in self._lent:
@@ -431,7 +553,7 @@ class Joint:
         if call is None:
             call = self._calls[key] = Call(key, self._presence.world_size)
 
-        call.offers[rank] = offers.unpack(packed, message.body)
+        call.offers[rank] = offers.unpack(peer, packed, message.body)
         call.came += 1
         return self._moved(call)
 
@@ -445,6 +567,16 @@ class Joint:
         if place:
             call.halves[peer] = place[0], place[1], place[2]
 
+        return self._moved(call)
+
+    def _on_worked(self, peer: int, message: Message) -> Iterable[Waiter]:
+        key, mark = message.fields
+        call = self._calls.get(key)
+        if call is None:
+            return ()
+
+        call.said[peer] = 0
+        call.done = ((peer, mark),)
         return self._moved(call)
 
     def _on_parted(self, peer: int, message: Message) -> Iterable[Waiter]:
@@ -463,7 +595,7 @@ class Joint:
             return ()
 
         known = getattr(errors, kind, DtorchError)
-        return self._end(call, known(f"{self._presence.label}, {text}"))
+        return self._end(call, known(text))
 
     def _on_retired(self, peer: int, message: Message) -> Iterable[Waiter]:
         (reason,) = message.fields
@@ -486,11 +618,22 @@ class FileTicket(Ticket):
         if not call.finished or call.error is not None:
             self._joint.wait_for(call, self._rank, timeout)
 
+        if call.done:
+            self._joint.order_after(call, self._rank, stream)
+
+    def __del__(self) -> None:
+        if self._rank in self._call.held:
+            self._joint.drop(self._call, self._rank)
+
     def notes(self) -> Sequence[str]:
         return self._call.notes
 
     def done(self) -> bool:
         return self._joint.done(self._call, self._rank)
+
+    def written(self) -> list[int]:
+        """Which of this rank's CPU tensors were written; once the work is done."""
+        return [place.number for place in self._call.written if place.rank == self._rank]
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._joint.notify(self._call, self._rank, callback)

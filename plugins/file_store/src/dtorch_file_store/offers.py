@@ -27,6 +27,10 @@ class Brought(NamedTuple):
     """Its values were sent along."""
     tensors: Sequence[Tensor]
     """Of a rank of this process: its own. Of another: copies of them, if they were sent along, else none."""
+    tickets: Sequence[Any] = ()
+    """On CUDA, of a rank of another process: how to map its tensors."""
+    ready: Any = None
+    """On CUDA: where the rank's stream was. An event here, a mark of another process."""
 
 
 def own(offer: Offer) -> Brought:
@@ -50,10 +54,13 @@ def pack(brought: Brought) -> tuple[list[Any], bytes]:
     return [brought.note, shapes, True], b"".join(parts)
 
 
-def unpack(fields: Sequence[Any], body: bytes) -> Brought:
-    """What :func:`pack` made, in another process."""
-    note, described, small = fields
+def unpack(home: int, fields: Sequence[Any], body: bytes) -> Brought:
+    """What a node has packed."""
+    note, described, small, *device = fields
     shapes = [Shape.from_json(shape) for shape in described]
+    if device:
+        return Brought(note, shapes, False, (), tickets=device[0], ready=(home, device[1]))
+
     if not small:
         return Brought(note, shapes, False, ())
 

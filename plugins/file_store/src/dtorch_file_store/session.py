@@ -8,15 +8,15 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from dtorch_core.errors import AbortedError, ProtocolError
 from dtorch_core import Topology
+from dtorch_core.errors import AbortedError, ProtocolError
 from dtorch_file_store import gpu
 from dtorch_file_store.arena import Arena, Mapping, Segment
 from dtorch_file_store.gates import Gate
 from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.joint import Joint
-from dtorch_file_store.letters import Letters
 from dtorch_file_store.keys import Keys, Publication
+from dtorch_file_store.letters import Letters
 from dtorch_file_store.node import Node
 from dtorch_file_store.tensors import Layout
 from dtorch_file_store.values import ArrivedValue, MappedValue, Value
@@ -38,7 +38,7 @@ class Session:
         self.arena = Arena(node.presence.label, self._announce)
         self.gpu = Gpu(node, self.arena, topology)
         self.keys = Keys(node, self._arrived)
-        self.joint = Joint(node, self.arena, self.mapping)
+        self.joint = Joint(node, self.arena, self.mapping, self.gpu)
         self.letters = Letters(node, self._arrived)
         self.letters.ended = self.joint.ended
         self._reset = Gate("reset", node)

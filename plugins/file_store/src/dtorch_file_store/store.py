@@ -16,6 +16,7 @@ from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
 from dtorch_file_store import opening
+from dtorch_file_store.hosted import post_through_host
 from dtorch_file_store.session import Session
 from dtorch_file_store.values import Value, message_value, own_value
 
@@ -113,10 +114,18 @@ class FileTensorStore(TensorStore):
         *,
         stream: torch.cuda.Stream | None = None,
     ) -> Ticket:
+        joint, offer = self._session.joint, Offer(self.rank, note, tuple(tensors))
+        if tensors and tensors[0].is_cuda:
+            reason = self._session.gpu.why_host(tensors[0].device) if self._shared else None
+            if reason is not None:
+                return post_through_host(joint, key, offer, work, stream, reason)
+
+            return joint.post(key, offer, work, stream)
+
         if not isinstance(work, Declared):
             return super().post(key, note, tensors, work, stream=stream)
 
-        return self._session.joint.post(key, Offer(self.rank, note, tuple(tensors)), work)
+        return joint.post(key, offer, work)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, stream: torch.cuda.Stream | None = None) -> None:
         near = self._session.node.is_near(dst)
