@@ -427,6 +427,7 @@ class Node:
     def forget_fork(self) -> None:
         """In a forked child: this node is the parent's. Its connections must end when the parent does."""
         self.forked = True
+        self.mutex = threading.Lock()  # another thread of the parent may have had it
         for link in self.links.values():
             link.close()
 
@@ -438,4 +439,6 @@ class Node:
 
         self._pidfds.clear()
         self._epoll.close()
-        os.close(self._kick)
+        if self._kick >= 0:
+            os.close(self._kick)
+            self._kick = -1

@@ -93,6 +93,9 @@ class Session:
 
     def close(self, rank: int) -> None:
         """Say goodbye: waits that only this rank could satisfy end."""
+        if self.node.forked:
+            return
+
         with self.node.mutex:
             if rank in self.presence.closed:
                 return
@@ -112,6 +115,9 @@ class Session:
 
     def die(self, rank: int, reason: str) -> None:
         """The rank failed: every wait that is not satisfied ends, now and later."""
+        if self.node.forked:
+            return
+
         with self.node.mutex:
             self.presence.died.setdefault(rank, reason)
             self.node.tell_all(frame("died", rank, reason))
@@ -121,6 +127,9 @@ class Session:
 
     def abort(self, reason: str) -> None:
         """End every wait of every rank, now and later."""
+        if self.node.forked:
+            return
+
         with self.node.mutex:
             self.presence.aborted = self.presence.aborted or reason
             self.node.tell_all(frame("aborted", reason))

@@ -75,6 +75,9 @@ class FileTensorStore(TensorStore):
         return value.borrow(stream)
 
     def dest_finish_get(self, key: str, *, stream: torch.cuda.Stream | None = None) -> None:
+        if self._session.node.forked:
+            self._session.check(f"dest_finish_get({key!r})")
+
         keys, mark = self._session.keys, None
         publication = keys.borrowed(self.rank, key)
         if publication is not None and publication.value is not None and publication.value.marks:
@@ -90,6 +93,9 @@ class FileTensorStore(TensorStore):
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
         where = check_device(f"{self.label}, empty", self.device if device is None else device)
+        if self._session.node.forked:
+            self._session.check(f"empty({tuple(size)})")
+
         if where.type == "cpu" and self._shared:
             return self._session.arena.empty(tuple(size), dtype)
 
@@ -114,6 +120,9 @@ class FileTensorStore(TensorStore):
         *,
         stream: torch.cuda.Stream | None = None,
     ) -> Ticket:
+        if self._session.node.forked:
+            self._session.check(f"post({key!r})")
+
         joint, offer = self._session.joint, Offer(self.rank, note, tuple(tensors))
         if tensors and tensors[0].is_cuda:
             reason = self._session.gpu.why_host(tensors[0].device) if self._shared else None
@@ -128,6 +137,9 @@ class FileTensorStore(TensorStore):
         return joint.post(key, offer, work)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, stream: torch.cuda.Stream | None = None) -> None:
+        if self._session.node.forked:
+            self._session.check(f"send to rank {dst}")
+
         near = self._session.node.is_near(dst)
         if tensor.is_cuda:
             value = self._session.gpu.message(tensor.detach(), stream, near=near)
@@ -137,6 +149,9 @@ class FileTensorStore(TensorStore):
         self._session.letters.send(self.rank, dst, tag, value)
 
     def expect(self, src: int | None, tag: int) -> Receipt:
+        if self._session.node.forked:
+            self._session.check(f"rank {self.rank}, recv")
+
         return self._session.letters.expect(self.rank, src, tag)
 
     def _gpu_value(

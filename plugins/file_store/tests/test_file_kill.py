@@ -1,0 +1,576 @@
+"""Processes that are killed, stopped, forked or fail, at every step: what the others see, and what is left of them."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from dtorch_file_store import directory
+
+LIMIT = 20.0
+"""Seconds that no answer takes."""
+
+PROMPT = 0.1
+"""Seconds in which a survivor learns of a death: the median. One by one they have :data:`LATEST`, on a busy machine."""
+
+LATEST = 1.0
+
+NUMEL = 1 << 16
+"""Elements of a tensor that is reduced."""
+
+PROGRAM = Path(__file__).with_name("file_rank_program.py")
+
+COLLECTIVES = [
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "barrier",
+    "send and recv",
+]
+
+
+class Process:
+    """A rank's process, and the line by which it is told what to do."""
+
+    def __init__(self, line):
+        self._line = line
+        self._answers = line.makefile("r")
+        self.busy = self.opened = False
+        self.pid = self.answer()["pid"]
+
+    def tell(self, name, *given):
+        """Let it begin; :meth:`answer` comes when it has ended."""
+        self.busy = True
+        self.opened = (self.opened or name == "open") and name != "close"
+        self._line.sendall(json.dumps([name, *given]).encode() + b"\n")
+
+    def answer(self, timeout=LIMIT):
+        self._line.settimeout(timeout)
+        answer = self._answers.readline()
+        assert answer, "the process has ended"
+        self.busy = False
+        return json.loads(answer)
+
+    def do(self, name, *given):
+        """What it answers, which is not an error."""
+        self.tell(name, *given)
+        return self.value()
+
+    def value(self):
+        answer = self.answer()
+        assert "error" not in answer, answer["trace"]
+        return answer.get("value")
+
+    def fails(self, name, *given):
+        """The error with which it answers."""
+        self.tell(name, *given)
+        answer = self.answer()
+        assert "error" in answer, f"{name}{given} did not fail"
+        return answer
+
+    def waits(self, name, *given):
+        """Let it begin, and return when it seems to be blocked. (A wrong guess makes a test weaker, never wrong.)"""
+        self.tell(name, *given)
+        status, before, deadline = Path(f"/proc/{self.pid}/task/{self.pid}/status"), "", time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            now = "".join(line for line in status.read_text().splitlines() if line.startswith(("State", "vol", "nonv")))
+            if now == before and "sleeping" in now:
+                return
+
+            before = now
+            time.sleep(0.003)
+
+    def signal(self, number):
+        """Send it a signal; when that was."""
+        at = time.monotonic()
+        os.kill(self.pid, number)
+        return at
+
+    def close(self):
+        self._answers.close()
+        self._line.close()
+
+
+class Ranks:
+    """Processes of ranks, replaced where they have died; each has its number in every opening."""
+
+    def __init__(self, sessions):
+        self.sessions = sessions
+        os.mkdir(sessions, 0o700)
+        here, there = socket.socketpair()
+        environment = {**os.environ, "DTORCH_SESSION_DIR": sessions}
+        with there:
+            arguments = [sys.executable, str(PROGRAM), str(there.fileno())]
+            self._server = subprocess.Popen(arguments, pass_fds=[there.fileno()], env=environment)
+
+        self._place = here
+        self._processes = []
+        self.latencies = []
+        here.settimeout(6 * LIMIT)
+        assert here.recv(1) == b"!"
+        self.rendezvous = f"file://{sessions}.met"
+
+    def start(self):
+        here, there = socket.socketpair()
+        with there:
+            socket.send_fds(self._place, [b"+"], [there.fileno()])
+
+        return Process(here)
+
+    def replace(self, rank):
+        """Another process, in place of one that is dead or of no use any more."""
+        with contextlib.suppress(ProcessLookupError):
+            self._processes[rank].signal(signal.SIGKILL)
+
+        self._processes[rank].close()
+        self._processes[rank] = self.start()
+
+    def opened(self, world_size, kind="store", timeout=LIMIT, rendezvous=None):
+        """The processes of so many ranks, which have opened it together."""
+        while len(self._processes) < world_size:
+            self._processes.append(self.start())
+
+        processes = self._processes[:world_size]
+        for rank, process in enumerate(processes):
+            process.tell("open", rank, world_size, rendezvous or self.rendezvous, kind, "kill", timeout)
+
+        for process in processes:
+            process.value()
+
+        return processes
+
+    def idle(self, world_size):
+        """Processes that have nothing open, as many as that."""
+        while len(self._processes) < world_size:
+            self._processes.append(self.start())
+
+        return self._processes[:world_size]
+
+    def end_test(self):
+        """Processes that are busy, or have something open still, are of no use to the next test."""
+        for rank, process in enumerate(self._processes):
+            if process.busy or process.opened:
+                self.replace(rank)
+
+        left = os.listdir(self.sessions)
+        for name in left:
+            shutil.rmtree(os.path.join(self.sessions, name))
+
+        assert left == []
+
+    def close(self):
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.signal(signal.SIGKILL)
+
+            process.close()
+
+        self._place.close()
+        try:
+            self._server.wait(LIMIT)
+        finally:
+            self._server.kill()
+            self._server.wait()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with tempfile.TemporaryDirectory(prefix="dt") as folder:
+        ranks = Ranks(os.path.join(folder, "sessions"))
+        try:
+            yield ranks
+        finally:
+            ranks.close()
+
+
+@pytest.fixture
+def ranks(pool):
+    """The pool; afterwards nothing is left of the test's sessions, and a new one of the same name works."""
+    yield pool
+    pool.end_test()
+
+
+class Row:
+    """Ranks in a session, one of which is killed; the others' waits have begun."""
+
+    def __init__(self, ranks, world_size, victim, kind="store", rendezvous=None):
+        self.ranks, self.victim, self.world_size, self.kind = ranks, victim, world_size, kind
+        processes = ranks.opened(world_size, kind, rendezvous=rendezvous)
+        self.processes = processes
+        self.survivors = {rank: process for rank, process in enumerate(processes) if rank != victim}
+        self.dead = processes[victim]
+
+    def kill(self):
+        """Kill it; every survivor, all of which wait, learns it."""
+        at = self.dead.signal(signal.SIGKILL)
+        for rank, survivor in self.survivors.items():
+            answer = survivor.answer()
+            self.lost(answer, rank)
+            took = answer["at"] - at
+            assert took < LATEST
+            self.ranks.latencies.append(took)
+
+    def lost(self, answer, rank):
+        assert answer.get("error") == "PeerLostError", answer
+        assert f"rank {self.victim} (pid {self.dead.pid})" in answer["text"], answer["text"]
+        assert f"rank {rank}" in answer["text"]
+
+    def end(self):
+        """Later waits fail at once, too; after the goodbye nothing is left, and the name is free."""
+        for rank, survivor in self.survivors.items():
+            if self.kind == "store":
+                survivor.do("set", f"later {rank}", 1)
+                for call in (("get", "new"), ("wait", f"later {rank}"), ("barrier",), ("reset",)):
+                    self.lost(survivor.fails(*call), rank)
+            else:
+                for call in ("all_reduce", "barrier"):
+                    self.lost(survivor.fails("collective", call, 16), rank)
+
+        for survivor in self.survivors.values():
+            assert survivor.do("close") < 1.0
+
+        assert os.listdir(self.ranks.sessions) == []
+        for survivor in self.survivors.values():
+            survivor.do("forget")
+            held = survivor.do("held")
+            assert not held.get("mapped") and not held.get("/memfd") and not held.get("pidfd"), held
+
+        self.ranks.replace(self.victim)
+        again = self.ranks.opened(self.world_size, self.kind)
+        for process in again:
+            process.tell(*(("barrier",) if self.kind == "store" else ("collective", "all_reduce", 16)))
+
+        for process in again:
+            process.value()
+
+        for process in again:
+            process.do("close")
+
+
+PRODUCER, CONSUMER, OTHER = 0, 1, 2
+
+STEPS = {
+    # when: who is killed, what was done before (rank, command), and what each survivor waits in.
+    "producer, after opening": (PRODUCER, [], {CONSUMER: ("get", "k")}),
+    "producer, after src_set": (PRODUCER, [(PRODUCER, "set", "k", 1)], {CONSUMER: ("get", "next")}),
+    "producer, after dest_get": (
+        PRODUCER,
+        [(PRODUCER, "set", "k", 1), (CONSUMER, "get", "k")],
+        {CONSUMER: ("barrier",)},
+    ),
+    "producer, after dest_finish_get": (
+        PRODUCER,
+        [(PRODUCER, "set", "k", 1), (CONSUMER, "get", "k"), (CONSUMER, "finish", "k")],
+        {CONSUMER: ("get", "k")},
+    ),
+    "producer, in its wait": (
+        PRODUCER,
+        [(PRODUCER, "set", "k", 1), (CONSUMER, "get", "k"), (PRODUCER, "begin", "wait", "k")],
+        {CONSUMER: ("get", "next")},
+    ),
+    "consumer, after opening": (CONSUMER, [(PRODUCER, "set", "k", 1)], {PRODUCER: ("wait", "k")}),
+    "consumer, in its wait": (
+        CONSUMER,
+        [(CONSUMER, "begin", "get", "never"), (PRODUCER, "set", "k", 1)],
+        {PRODUCER: ("wait", "k")},
+    ),
+    "consumer, after dest_get": (
+        CONSUMER,
+        [(PRODUCER, "set", "k", 1), (CONSUMER, "get", "k")],
+        {PRODUCER: ("wait", "k")},
+    ),
+    "consumer, after dest_finish_get": (
+        CONSUMER,
+        [(PRODUCER, "set", "k", 1), (CONSUMER, "get", "k"), (CONSUMER, "finish", "k"), (PRODUCER, "wait", "k")],
+        {PRODUCER: ("barrier",)},
+    ),
+    "in a barrier": (CONSUMER, [(PRODUCER, "set", "k", 1), (CONSUMER, "begin", "barrier")], {PRODUCER: ("wait", "k")}),
+    "in reset": (CONSUMER, [(PRODUCER, "set", "k", 1), (CONSUMER, "begin", "reset")], {PRODUCER: ("wait", "k")}),
+    "before reset": (CONSUMER, [], {PRODUCER: ("reset",)}),
+}
+
+
+class TestKill:
+    @pytest.mark.parametrize("world_size", [2, 3])
+    @pytest.mark.parametrize("step", STEPS)
+    def test_survivors_learn_it_at_once_and_nothing_is_left(self, ranks, step, world_size):
+        victim, before, waits = STEPS[step]
+        row = Row(ranks, world_size, victim)
+        for rank, name, *given in before:
+            if name == "begin":
+                row.processes[rank].waits(*given)
+            else:
+                row.processes[rank].do(name, *given)
+
+        for rank, survivor in row.survivors.items():
+            # The third one waits where it can, without letting the others through.
+            other = ("barrier",) if step == "in a barrier" else ("reset",) if step == "in reset" else ("get", "never")
+            survivor.waits(*waits.get(rank, other))
+
+        row.kill()
+        row.end()
+
+    @pytest.mark.parametrize("scheme", ["file", "tcp"])
+    def test_ranks_that_met_at_a_url(self, ranks, scheme):
+        with socket.socket() as probe:  # bound and closed: free, and not handed out again soon
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+
+        row = Row(ranks, 2, CONSUMER, rendezvous=ranks.rendezvous if scheme == "file" else f"tcp://127.0.0.1:{port}")
+        row.survivors[PRODUCER].waits("get", "k")
+        row.kill()
+        row.end()
+
+    @pytest.mark.parametrize("where", ["Node", "_Meeting.links", "_Meeting._await", "_Meeting._accept"])
+    @pytest.mark.parametrize("victim", [0, 1, 2])
+    def test_while_it_is_opened(self, ranks, where, victim):
+        processes = ranks.idle(3)
+        for rank, process in enumerate(processes):
+            command = ("dies_opening", where) if rank == victim else ("open",)
+            process.tell(*command, rank, 3, ranks.rendezvous, "store", "kill", 1.0)
+
+        for rank, process in enumerate(processes):
+            if rank != victim:
+                assert process.answer()["error"] in ("StoreTimeoutError", "DtorchError", "AbortedError")
+
+        ranks.replace(victim)
+        for process in ranks.opened(3):
+            process.do("close")
+
+    @pytest.mark.parametrize("collective", COLLECTIVES)
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_inside_a_collective(self, ranks, collective, world_size):
+        """All are in it, again and again."""
+        row = Row(ranks, world_size, CONSUMER, "group")
+        for process in row.processes:
+            process.tell("collective", collective, NUMEL, True)
+
+        time.sleep(0.05)  # somewhere in it: each run elsewhere
+        row.kill()
+        row.end()
+
+    @pytest.mark.parametrize("collective", COLLECTIVES)
+    def test_waiting_in_a_collective(self, ranks, collective):
+        """One rank has not come; another one, which waits, dies."""
+        row = Row(ranks, 3, CONSUMER, "group")
+        for process in row.processes[:2]:
+            process.waits("collective", collective, NUMEL)
+
+        row.processes[OTHER].waits("collective", "barrier", NUMEL)
+        row.kill()
+        row.end()
+
+
+class TestEndsOtherwise:
+    def test_script_that_raises(self, ranks):
+        first, second = ranks.opened(2)
+        first.waits("get", "k")
+        second.tell("fail")
+        answer = first.answer()
+        assert answer["error"] == "PeerLostError"
+        assert f"rank 1 (pid {second.pid})" in answer["text"]
+        first.do("close")
+        ranks.replace(1)
+
+    def test_thread_that_raises(self, ranks):
+        first, second = ranks.idle(2)
+        first.tell("open", 0, 2, ranks.rendezvous)
+        second.tell("fail_in_thread", 1, 2, ranks.rendezvous)
+        first.value()
+        answer = first.fails("get", "k")
+        assert answer["error"] == "PeerLostError"
+        assert f"rank 1 (pid {second.pid}) was lost" in answer["text"]
+        assert "KeyError" in answer["text"]
+        second.value()
+        second.do("close")
+        first.do("close")
+
+    def test_goodbye_is_no_death(self, ranks):
+        first, second, third = ranks.opened(3)
+        first.do("set", "k", 1)
+        second.do("close")
+        third.do("get", "k")
+        third.do("finish", "k")
+        first.do("wait", "k")
+        first.do("close")
+        third.do("close")
+
+
+class TestStopped:
+    def test_costs_the_timeout_and_no_more(self, ranks):
+        first, second, third = ranks.opened(3)
+        first.do("set", "k", 1)
+        second.signal(signal.SIGSTOP)
+        for call in (("wait", "k"), ("get", "other"), ("barrier",), ("reset",)):
+            begun = time.monotonic()
+            answer = first.fails(*call, 0.3)
+            assert answer["error"] == "StoreTimeoutError"
+            assert 0.3 <= answer["at"] - begun < 0.3 + LATEST
+
+        third.do("set", "other", 1)  # the others go on
+        first.do("get", "other")
+        first.do("finish", "other")
+        third.do("wait", "other")
+        second.signal(signal.SIGCONT)
+        second.do("get", "k")
+        second.do("finish", "k")
+        first.do("wait", "k")
+        for process in (first, second, third):
+            process.tell("barrier")
+
+        for process in (first, second, third):
+            process.value()
+
+        for process in (first, second, third):
+            process.do("close")
+
+    def test_peer_that_does_not_read_blocks_nobody(self, ranks):
+        """More than the sockets hold is under way; it all arrives once the peer reads."""
+        count, numel = 1000, 2000
+        first, second = ranks.opened(2)
+        second.signal(signal.SIGSTOP)
+        assert first.do("set_many", count, numel) < LATEST
+        first.tell("wait_many", count)
+        second.signal(signal.SIGCONT)
+        second.do("get_many", count, numel)
+        first.value()
+        first.do("close")
+        second.do("close")
+
+    def test_goodbye_waits_a_second_for_a_peer_that_does_not_read(self, ranks):
+        first, second = ranks.opened(2)
+        second.signal(signal.SIGSTOP)
+        first.do("set_many", 1000, 2000)
+        assert 0.5 < first.do("close") < 2.0
+        second.signal(signal.SIGCONT)
+        assert second.fails("get", "k")["error"] == "PeerLostError"
+        second.do("close")
+
+    def test_goodbye_to_a_peer_that_is_stopped_is_said_at_once(self, ranks):
+        first, second = ranks.opened(2)
+        second.signal(signal.SIGSTOP)
+        assert first.do("close") < 0.5
+        second.signal(signal.SIGCONT)
+        answer = second.fails("get", "k")
+        assert answer["error"] == "PeerLostError"
+        assert "rank 0" in answer["text"]
+        second.do("close")
+
+    def test_death_is_seen_beside_a_stopped_rank(self, ranks):
+        row = Row(ranks, 3, CONSUMER)
+        stopped = row.survivors.pop(OTHER)
+        row.survivors[PRODUCER].waits("get", "k")
+        stopped.signal(signal.SIGSTOP)
+        row.kill()
+        stopped.signal(signal.SIGCONT)
+        row.lost(stopped.fails("get", "k"), OTHER)
+        row.survivors[OTHER] = stopped
+        row.end()
+
+    def test_stopped_rank_that_is_killed(self, ranks):
+        row = Row(ranks, 2, CONSUMER)
+        row.survivors[PRODUCER].waits("get", "k")
+        row.dead.signal(signal.SIGSTOP)
+        row.kill()
+        row.end()
+
+
+class TestFork:
+    def test_child_is_refused_and_the_parent_goes_on(self, ranks):
+        first, second = ranks.opened(2)
+        first.do("set", "k", 1)
+        child, answers = first.do("fork")
+        try:
+            refused = {name: said for name, said in answers.items() if name not in ("close",)}
+            for name, said in refused.items():
+                assert said.startswith("ProtocolError"), (name, said)
+                assert f"opened in pid {first.pid}" in said and f"this is pid {child}" in said
+
+            assert answers["close"] == "done"
+            second.do("get", "k")
+            second.do("finish", "k")
+            first.do("wait", "k")
+            first.tell("barrier")
+            second.do("barrier")
+            first.value()
+            first.do("close")
+            second.do("close")
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+    def test_death_is_seen_though_a_forked_child_lives(self, ranks):
+        row = Row(ranks, 2, CONSUMER)
+        child, _ = row.dead.do("fork")
+        try:
+            row.survivors[PRODUCER].waits("get", "k")
+            row.kill()
+            row.end()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+class TestDirectory:
+    def test_dead_session_does_not_disturb(self, ranks, monkeypatch):
+        """All of its processes were killed; the next one of the same name works, and the doctor finds the dead one."""
+        first, second = ranks.opened(2)
+        for process in (first, second):
+            process.signal(signal.SIGKILL)
+
+        ranks.replace(0)
+        ranks.replace(1)
+        (dead,) = os.listdir(ranks.sessions)
+        for process in ranks.opened(2):
+            process.tell("barrier")
+
+        for process in ranks.idle(2):
+            process.value()
+
+        for process in ranks.idle(2):
+            process.do("close")
+
+        monkeypatch.setenv(directory.VARIABLE, ranks.sessions)
+        assert [(session.token, session.name, session.alive) for session in directory.clean_dead()] == [
+            (dead, "kill", False)
+        ]
+
+    def test_descriptors_and_mappings_after_many_sessions(self, ranks):
+        for process in ranks.opened(2):
+            process.do("close")
+
+        before = [process.do("held") for process in ranks.idle(2)]
+        for _ in range(10):
+            first, second = ranks.opened(2)
+            first.do("set", "k", 1)
+            second.do("get", "k")
+            second.do("finish", "k")
+            first.do("wait", "k")
+            first.do("close")
+            second.do("close")
+
+        for process, held in zip(ranks.idle(2), before, strict=True):
+            process.do("forget")
+            assert process.do("held") == held
+
+
+def test_median_of_what_survivors_took(pool):
+    """Over all rows that ran before."""
+    if not pool.latencies:
+        pytest.skip("no row has run")
+
+    median = statistics.median(pool.latencies)
+    print(f"{len(pool.latencies)} waits: median {1e3 * median:.1f} ms, worst {1e3 * max(pool.latencies):.1f} ms")
+    assert median < PROMPT
