@@ -24,6 +24,7 @@ HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 _PORTABLE, _DEVICEMAP = 1, 2
 _WAIT_GEQ = 0
+_INVALID_CONTEXT = 201
 _WRITE_DEFAULT = 0  # with a barrier: what the stream did before is seen by whoever sees the value
 
 COMPUTE_MODE, INTEGRATED, HOST_REGISTER_SUPPORTED, IPC_EVENT_SUPPORTED = 20, 18, 99, 125
@@ -90,6 +91,7 @@ class _Scratch(threading.local):
         self.places = (c_uint64 * len(_ATTRIBUTES))(*range(start, start + 8 * len(_ATTRIBUTES), 8))
         self.context = c_uint64()
         self.context_place = byref(self.context)
+        self.status = c_int()
 
 
 class Driver:
@@ -134,6 +136,7 @@ class Driver:
         # The second versions work on every device; the first only where a parameter of the kernel module allows it.
         self._stream_write = bind("cuStreamWriteValue32_v2", pointer, pointer, c_uint32, c_uint)
         self._stream_wait = bind("cuStreamWaitValue32_v2", pointer, pointer, c_uint32, c_uint)
+        self._is_capturing = bind("cuStreamIsCapturing", pointer, POINTER(c_int))
         self._check("cuInit", bind("cuInit", c_uint)(0))
 
     # Devices
@@ -196,7 +199,7 @@ class Driver:
         return address.value
 
     def free(self, address: int) -> None:
-        """The end of :meth:`allocate`. Blocks until the device is idle."""
+        """The end of :meth:`allocate`. May block until the device is idle."""
         self._check("cuMemFree", self._free(address))
 
     def ipc_handle(self, base: int) -> bytes:
@@ -220,7 +223,7 @@ class Driver:
         return address.value
 
     def ipc_close(self, address: int) -> None:
-        """Unmap what :meth:`ipc_open` returned. Blocks until the device is idle."""
+        """The end of :meth:`ipc_open`. Blocks until the device is idle, and other threads' launches meanwhile."""
         self._check("cuIpcCloseMemHandle", self._ipc_close(address))
 
     # Memory of the host
@@ -234,18 +237,34 @@ class Driver:
         return pointer.value
 
     def host_unregister(self, address: int) -> None:
-        """The end of :meth:`host_register`. Blocks until the device is idle."""
+        """The end of :meth:`host_register`. Blocks until the device is idle, and other threads' launches meanwhile."""
         self._check("cuMemHostUnregister", self._host_unregister(address))
 
     # Streams
 
-    def stream_write(self, stream: int, address: int, value: int) -> None:
-        """Queue a store of 32 bits, behind all that the stream has done by then; the host goes on."""
-        self._check("cuStreamWriteValue32", self._stream_write(stream, address, value, _WRITE_DEFAULT))
+    def stream_write(self, ordinal: int, stream: int, address: int, value: int) -> None:
+        """Queue a store of 32 bits, behind all that a stream of the device does until then; the host goes on."""
+        self._queue("cuStreamWriteValue32", self._stream_write, ordinal, (stream, address, value, _WRITE_DEFAULT))
 
-    def stream_wait(self, stream: int, address: int, value: int) -> None:
+    def stream_wait(self, ordinal: int, stream: int, address: int, value: int) -> None:
         """Queue a wait until the 32 bits at ``address`` are at or past ``value`` on their circle; the host goes on."""
-        self._check("cuStreamWaitValue32", self._stream_wait(stream, address, value, _WAIT_GEQ))
+        self._queue("cuStreamWaitValue32", self._stream_wait, ordinal, (stream, address, value, _WAIT_GEQ))
+
+    def capturing(self, ordinal: int, stream: int) -> bool:
+        """What the stream is given goes into a graph, and is not done now."""
+        status = self._scratch.status
+        self._queue("cuStreamIsCapturing", self._is_capturing, ordinal, (stream, byref(status)))
+        return status.value != 0
+
+    def _queue(self, name: str, call: Callable[..., int], ordinal: int, arguments: tuple[object, ...]) -> None:
+        # A stream knows its context, but for the default one, which is the current context's.
+        code = call(*arguments) if arguments[0] else _INVALID_CONTEXT
+        if code == _INVALID_CONTEXT:
+            with self.on(ordinal):
+                code = call(*arguments)
+
+        if code:
+            self._check(name, code)
 
     # Contexts
 
@@ -256,7 +275,7 @@ class Driver:
         return scratch.context.value
 
     def synchronize(self) -> None:
-        """Block until all that this process has queued on the current device is done."""
+        """Block until all that this process has queued on the current device is done. Other threads are not held up."""
         self._check("cuCtxSynchronize", self._synchronize())
 
     def push(self, context: int) -> None:

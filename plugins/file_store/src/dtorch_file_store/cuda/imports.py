@@ -61,6 +61,19 @@ class _Mapping(Holding):
         self._driver.ipc_close(self.address)
 
 
+class _Opening:
+    """An allocation that somebody asked for, mapped or about to be."""
+
+    __slots__ = ("mapping", "mutex", "over")
+
+    def __init__(self) -> None:
+        self.mutex = threading.Lock()
+        """Held by who opens it."""
+        self.mapping: _Mapping | None = None
+        self.over = False
+        """Nobody will ask for it again."""
+
+
 class Imports:
     """Maps tickets, each allocation once. Thread-safe.
 
@@ -77,7 +90,7 @@ class Imports:
         self._driver = calls
         self._devices = devices
         self._mutex = threading.Lock()
-        self._mappings: dict[tuple[int, int], _Mapping] = {}
+        self._openings: dict[tuple[int, int], _Opening] = {}
         """By peer, and its number for the allocation."""
         self._closed = False
 
@@ -100,16 +113,7 @@ class Imports:
         if ticket.layout.nbytes == 0:
             return ticket.over(torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", ordinal)))
 
-        with self._mutex:
-            if self._closed:
-                raise AbortedError("no tensor can be mapped: this process has closed its side")
-
-            mapping = self._mappings.get((peer, ticket.allocation))
-            if mapping is None:
-                mapping = self._mappings[peer, ticket.allocation] = self._open(ticket, ordinal)
-
-            number = mapping.take()
-
+        mapping, number = self._take(peer, ticket, ordinal)
         memory = bytes_at(mapping.address + ticket.offset, ticket.layout.nbytes, ordinal)
         weakref.finalize(memory.untyped_storage(), mapping.drop, number).atexit = False
         return ticket.over(memory)
@@ -122,19 +126,36 @@ class Imports:
     def forget(self, peer: int) -> None:
         """A peer has left, or died: nothing of it will be asked for. Never blocks."""
         with self._mutex:
-            self._condemn([key for key in self._mappings if key[0] == peer])
+            self._condemn([key for key in self._openings if key[0] == peer])
 
     def close(self) -> None:
         """Nothing will be asked for. Tensors still alive keep their memory. Never blocks."""
         with self._mutex:
             self._closed = True
-            self._condemn(list(self._mappings))
+            self._condemn(list(self._openings))
 
-    def _condemn(self, keys: Iterable[tuple[int, int]]) -> None:
-        for key in keys:
-            mapping = self._mappings.pop(key, None)
-            if mapping is not None:
-                mapping.condemn()
+    def _take(self, peer: int, ticket: Ticket, ordinal: int) -> tuple[_Mapping, int]:
+        key = peer, ticket.allocation
+        while True:
+            with self._mutex:
+                if self._closed:
+                    raise AbortedError("no tensor can be mapped: this process has closed its side")
+
+                opening = self._openings.setdefault(key, _Opening())
+                if opening.mapping is not None:
+                    return opening.mapping, opening.mapping.take()
+
+            # Not under the mutex: the driver can be blocked until a dead peer is released.
+            with opening.mutex:
+                if opening.mapping is None:
+                    mapping = self._open(ticket, ordinal)
+                    number = mapping.take()
+                    with self._mutex:
+                        opening.mapping = mapping
+                        if opening.over:
+                            mapping.condemn()
+
+                    return mapping, number
 
     def _open(self, ticket: Ticket, ordinal: int) -> _Mapping:
         try:
@@ -144,3 +165,11 @@ class Imports:
 
         JANITOR.hold(mapping)
         return mapping
+
+    def _condemn(self, keys: Iterable[tuple[int, int]]) -> None:
+        for key in keys:
+            opening = self._openings.pop(key, None)
+            if opening is not None:
+                opening.over = True
+                if opening.mapping is not None:
+                    opening.mapping.condemn()

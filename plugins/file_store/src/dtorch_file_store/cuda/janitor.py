@@ -1,7 +1,9 @@
 """Gives back mappings, pages and memory that nobody uses, in a thread of its own.
 
 CUDA gives them back only when the whole device is idle: the call blocks until everything that this process has queued
-on it is done, and also while a stream waits for another process. Nobody else should have to wait for that.
+on it is done, and also while a stream waits for another process. Meanwhile no other thread can launch a kernel. So the
+thread first waits until all that was queued is done, which holds up nobody, and the call itself has little left to
+wait for.
 
 The thread lives as long as there is something to give back one day. It is told through a queue that finalizers may
 write to, in whatever thread and moment they run.
@@ -50,14 +52,15 @@ class Janitor:
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[Holding | threading.Event] = queue.SimpleQueue()
         self._mutex = threading.Lock()
-        self._held = 0
+        self._held: set[Holding] = set()
+        """Also keeps them: memory that the device knows must not be unmapped by mere forgetting."""
 
     def hold(self, holding: Holding) -> None:
         """It has to be given back one day."""
         holding._janitor = self
         with self._mutex:
-            self._held += 1
-            if self._held == 1:
+            self._held.add(holding)
+            if len(self._held) == 1:
                 threading.Thread(target=self._run, name="dtorch-cuda-janitor", daemon=True).start()
 
         holding.look()
@@ -65,7 +68,7 @@ class Janitor:
     @property
     def held(self) -> int:
         """How many have not been given back."""
-        return self._held
+        return len(self._held)
 
     def settle(self, timeout: float) -> bool:
         """Wait until all is given back that is condemned and unused; False if that took longer than ``timeout``."""
@@ -87,7 +90,7 @@ class Janitor:
                 told._janitor = None
                 self._give_back(told)
                 with self._mutex:
-                    self._held -= 1
+                    self._held.discard(told)
                     if not self._held:
                         self._leave()
                         return
@@ -95,7 +98,6 @@ class Janitor:
     def _give_back(self, holding: Holding) -> None:
         calls = holding._driver
         with contextlib.suppress(DriverError), calls.on(holding.ordinal):  # CUDA is lost, or shut down: so is all of it
-            # Others may be kept out of the driver while it gives something back; not while it only waits.
             with contextlib.suppress(DriverError):
                 calls.synchronize()
 

@@ -3,14 +3,20 @@
 Each process has a page of counters in shared memory that it alone counts up: its streams store the next number when
 they get there. Streams of other processes wait until a counter is at a number. Events between processes could do this
 too, but a stream that waits for an event of a process that was killed waits for ever; here the survivor stores the
-number itself (:meth:`PeerSignals.release`).
+number itself (:meth:`PeerSignals.release`), without a call of CUDA's.
 
 Each stream has a counter of its own, since only work of one stream ends in the order in which it was queued. Numbers
 have 32 bits and are compared as on a circle: a mark is good until 2**31 more were written on its stream.
 
 **A mark is told to others only when :meth:`OwnSignals.write` has returned.** So a wait is always queued after the store
-that it waits for. Streams share the hardware's queues (eight in a process, unless CUDA_DEVICE_MAX_CONNECTIONS says
-otherwise), and a wait can hold back unrelated streams behind it; in this order it never holds back what it waits for.
+that it waits for, and ends. That matters, for while a stream waits
+
+- streams that share its hardware queue wait behind it: there are eight queues, or CUDA_DEVICE_MAX_CONNECTIONS;
+- the first launch of any kernel blocks its thread, and with it every launch of the process, until the wait has ended,
+  for CUDA loads kernels lazily (CUDA_MODULE_LOADING=EAGER loads them at the start);
+- giving back mappings and pages blocks, which the janitor does.
+
+Other launches, allocations, new mappings, pages and events go on.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtorch_core.errors import AbortedError, DtorchError
+from dtorch_core.errors import AbortedError, DtorchError, UnsupportedOperationError
 from dtorch_file_store.cuda.driver import Driver
 from dtorch_file_store.cuda.janitor import JANITOR, Holding
 
@@ -57,6 +63,22 @@ def at_least(now: int, value: int) -> bool:
     return (now - value) % _CIRCLE < _CIRCLE // 2
 
 
+class _Lane:
+    """A stream. Its mutex is held while something is queued: a full queue holds up threads of this stream alone."""
+
+    __slots__ = ("handle", "index", "mutex", "ordinal", "stream", "value")
+
+    def __init__(self, stream: torch.cuda.Stream, index: int) -> None:
+        self.stream = stream
+        self.ordinal = stream.device_index
+        self.handle = stream.cuda_stream
+        self.mutex = threading.Lock()
+        self.index = index
+        """Of its counter, on one's own page."""
+        self.value = 0
+        """The number written last."""
+
+
 class _Page(Holding):
     """The counters, as host memory that devices use too, from the first use on until no stream does any more."""
 
@@ -65,39 +87,40 @@ class _Page(Holding):
         memory = mmap.mmap(fd, PAGE_BYTES)
         self._counters = memoryview(memory).cast("I")
         self._host = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._device_address = 0
+        self._address = 0
+        """Where devices find it; 0 while they do not know it."""
+        self._lanes: dict[tuple[int, int], _Lane] = {}
         self._mutex = threading.Lock()
-        self._calls = 0
-        """Threads that are queueing something. With the mutex held."""
         self._closed = False
 
     def reached(self, mark: Mark) -> bool:
         """The stream has got to the mark, as the host sees it."""
         return at_least(self._counters[mark.counter], mark.value)
 
-    def _begin(self, ordinal: int) -> int:
-        """Where devices find the counters; they stay there until :meth:`_end`. With the mutex held."""
-        if self._closed:
-            raise AbortedError("this page of signals is closed")
+    def _lane(self, stream: torch.cuda.Stream) -> _Lane:
+        """This page's side of a stream. Devices know the page from the first one on."""
+        ordinal, handle = stream.device_index, stream.cuda_stream
+        lane = self._lanes.get((ordinal, handle))
+        if lane is not None:
+            return lane
 
-        if not self._device_address:
-            with self._driver.on(ordinal):
-                self._device_address = self._driver.host_register(self._host, PAGE_BYTES)
-
-            self.ordinal = ordinal
-            JANITOR.hold(self)
-
-        self._calls += 1
-        return self._device_address
-
-    def _end(self) -> None:
         with self._mutex:
-            self._calls -= 1
+            self._check_open()
+            if not self._address:
+                with self._driver.on(ordinal):
+                    self._address = self._driver.host_register(self._host, PAGE_BYTES)
 
-        self.look()
+                self.ordinal = ordinal
+                JANITOR.hold(self)
 
-    def unused(self) -> bool:
-        return self._calls == 0
+            return self._lanes.setdefault((ordinal, handle), self._new_lane(stream))
+
+    def _new_lane(self, stream: torch.cuda.Stream) -> _Lane:
+        return _Lane(stream, len(self._lanes))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise AbortedError("no signal can be queued: this process has closed its side")
 
     def close(self) -> None:
         """No more signals. What streams have queued still happens; the page goes when all of it has. Never blocks."""
@@ -110,21 +133,13 @@ class _Page(Holding):
         self.condemn()
 
     def give_back(self) -> None:
+        for lane in list(self._lanes.values()):
+            with lane.mutex:  # whoever comes later sees that the page is closed
+                pass
+
         self._driver.host_unregister(self._host)
         # Who still looks sees how it was. The page goes with the last that refers to it.
         self._counters = memoryview(bytearray(self._counters)).cast("I")
-
-
-class _Counter:
-    """One stream's."""
-
-    __slots__ = ("index", "mutex", "stream", "value")
-
-    def __init__(self, stream: torch.cuda.Stream, index: int, value: int) -> None:
-        self.stream = stream
-        self.index = index
-        self.value = value
-        self.mutex = threading.Lock()
 
 
 class OwnSignals(_Page):
@@ -144,51 +159,42 @@ class OwnSignals(_Page):
             os.close(self.fd)
             raise
 
-        self._by_stream: dict[tuple[int, int], _Counter] = {}
-
     def write(self, stream: torch.cuda.Stream) -> Mark:
         """Queue a signal on ``stream``, behind all that it was given so far: the mark that others can wait for.
 
+        :raises UnsupportedOperationError: if the stream is captured into a graph, which would store it at each replay.
         :raises DriverError: if the driver refuses.
         :raises AbortedError: if the page is closed.
         """
-        ordinal, handle = stream.device_index, stream.cuda_stream
-        with self._mutex:
-            counter = self._by_stream.get((ordinal, handle))
-            if counter is None:
-                counter = self._by_stream[ordinal, handle] = self._counter(stream)
+        lane = self._lane(stream)
+        with lane.mutex:
+            self._check_open()
+            if self._driver.capturing(lane.ordinal, lane.handle):
+                raise UnsupportedOperationError(
+                    "the stream is captured into a graph, and a graph can't signal: exchange tensors outside of graphs"
+                )
 
-            address = self._begin(ordinal)
+            value = (lane.value + 1) % _CIRCLE
+            self._driver.stream_write(lane.ordinal, lane.handle, self._address + 4 * lane.index, value)
+            lane.value = value
 
-        try:
-            with counter.mutex:  # numbers are queued in their order; a full queue holds up this stream's threads alone
-                value = (counter.value + 1) % _CIRCLE
-                with self._driver.on(ordinal):
-                    self._driver.stream_write(handle, address + 4 * counter.index, value)
-
-                counter.value = value
-        finally:
-            self._end()
-
-        return Mark(counter.index, value)
+        return Mark(lane.index, value)
 
     def finish(self) -> None:
         """Block until every stream got to its last mark. A process that ends cuts its streams off before that."""
-        with self._mutex:
-            counters = list(self._by_stream.values())
+        for lane in list(self._lanes.values()):
+            if not self.reached(Mark(lane.index, lane.value)):
+                lane.stream.synchronize()
 
-        for counter in counters:
-            if not self.reached(Mark(counter.index, counter.value)):
-                counter.stream.synchronize()
-
-    def _counter(self, stream: torch.cuda.Stream) -> _Counter:
-        index = len(self._by_stream)
-        if index == COUNTERS:
+    def _new_lane(self, stream: torch.cuda.Stream) -> _Lane:
+        lane = super()._new_lane(stream)
+        if lane.index == COUNTERS:
             raise DtorchError(
                 f"this process signals from {COUNTERS} streams already, one counter each; use fewer streams"
             )
 
-        return _Counter(stream, index, self._counters[index])
+        lane.value = self._counters[lane.index]
+        return lane
 
     def close(self) -> None:
         """As of every page; the file descriptor is closed at once."""
@@ -214,6 +220,8 @@ class PeerSignals(_Page):
         self._awaited: dict[int, int] = {}
         """The number awaited last, by counter."""
         self.released = False
+        self._dying = threading.Lock()
+        """Guards these two. Never held across a call of the driver: it may be blocked until this peer is released."""
 
     def wait(self, mark: Mark, stream: torch.cuda.Stream) -> None:
         """Make ``stream`` wait until the peer's stream is at the mark. The host goes on.
@@ -226,20 +234,17 @@ class PeerSignals(_Page):
         if self.released or self.reached(mark):
             return
 
-        ordinal, handle = stream.device_index, stream.cuda_stream
-        with self._mutex:
+        lane = self._lane(stream)
+        with self._dying:
             if self.released:
                 return
 
-            address = self._begin(ordinal)
             awaited = self._awaited.get(mark.counter, mark.value)
             self._awaited[mark.counter] = mark.value if at_least(mark.value, awaited) else awaited
 
-        try:
-            with self._driver.on(ordinal):
-                self._driver.stream_wait(handle, address + 4 * mark.counter, mark.value)
-        finally:
-            self._end()
+        with lane.mutex:
+            self._check_open()
+            self._driver.stream_wait(lane.ordinal, lane.handle, self._address + 4 * mark.counter, mark.value)
 
     def reached(self, mark: Mark) -> bool:
         """The peer's stream has got to the mark, as the host sees it; or the peer was released."""
@@ -251,7 +256,7 @@ class PeerSignals(_Page):
         A store that the peer's stream had begun could come after this one, until its process is gone, and set a counter
         back to a lower number; calling this again makes good for it. It can be called after :meth:`close` too.
         """
-        with self._mutex:
+        with self._dying:
             self.released = True
             for counter, value in self._awaited.items():
                 if not at_least(self._counters[counter], value):
