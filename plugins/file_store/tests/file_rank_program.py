@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from dtorch_file_store import opening as opening_of_files
 
 from dtorch_core import open_group, open_store
@@ -113,6 +112,7 @@ class Rank:
             "gather": lambda: group.gather(x, 0),
             "scatter": lambda: group.scatter(parts if group.rank == 0 else None, 0),
             "barrier": lambda: group.barrier(),
+            "recv": lambda: group.recv(1),
             "send and recv": lambda: (group.send(x, next_rank), group.recv(last_rank)),
         }
         calls[name]()
