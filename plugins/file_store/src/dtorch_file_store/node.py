@@ -92,6 +92,10 @@ class Node:
         """Answers have come soon of late."""
         self._quiet = threading.Event()
         """Nobody reads any more. Set once the node closes."""
+        self._stints = 0
+        """How often a thread has read."""
+        self._parks = False
+        """The background thread sleeps until nobody reads any more."""
         self._parked = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -176,7 +180,7 @@ class Node:
 
     def wait(self, waiter: Waiter, deadline: float) -> bool:
         """Block until the waiter is settled; false at the deadline, which may be over already: then this only looks."""
-        while not waiter.settled:
+        while not (waiter.done or waiter.error is not None):
             left = deadline - time.monotonic()
             with self.mutex:
                 if waiter.settled:
@@ -218,10 +222,13 @@ class Node:
             waiter.call()
             return
 
+        if self._driver is waiter and self._reader == threading.get_ident():
+            return  # this very thread
+
         with self.mutex:
             sleeps = waiter in self._followers and not waiter.signalled
             waiter.signalled = waiter.signalled or sleeps
-            reads = self._driver is waiter and self._reader != threading.get_ident()
+            reads = self._driver is waiter
 
         if sleeps:
             waiter.wake()
@@ -233,32 +240,44 @@ class Node:
         os.eventfd_write(self._kick, 1)
 
     def _stop_reading(self) -> None:
+        heir: Waiter | None = None
         with self.mutex:
             self._driver, self._reader = None, 0
             self._left = time.monotonic()
-            heir = next((other for other in self._followers if not other.settled and not other.signalled), None)
-            if heir is not None:
-                heir.signalled = True
+            self._stints += 1
+            if self._followers:
+                heir = next((other for other in self._followers if not other.settled and not other.signalled), None)
+                if heir is not None:
+                    heir.signalled = True
 
+            unparks, self._parks = self._parks, False
             closing = self._closing
 
         if heir is not None:
             heir.wake()
 
+        if unparks:
+            self._parked.set()
+
         if closing:
             self._quiet.set()
 
     def _read_for_nobody(self) -> None:
+        stints = 0
         while not self._closing:
             with self.mutex:
-                drives = self._driver is None and time.monotonic() - self._left >= LEASE
-                if drives:
+                reads = self._driver is None and time.monotonic() - self._left >= LEASE
+                # A wait that lasts: whoever reads says when it is over. Short ones are not burdened with that.
+                self._parks = parks = self._driver is not None and self._stints == stints
+                stints = self._stints
+                if reads:
                     self._driver = self
 
-            if drives:
+            if reads:
                 self._read(None)
             else:
-                self._parked.wait(LEASE)
+                self._parked.wait(None if parks else LEASE)
+                self._parked.clear()
 
     def _read(self, seconds: float | None) -> None:
         """Wait for messages once, and handle what has come. Called by the driver, which then is it no more."""
