@@ -80,7 +80,7 @@ class RankProcess:
     def _watch_death(self) -> int:
         try:
             return os.pidfd_open(self._process.pid or 0)
-        except (AttributeError, PermissionError):  # not Linux, or not allowed: ends only with its forks
+        except (AttributeError, OSError):  # not Linux, or not allowed: ends only with its forks
             return os.dup(self._process.sentinel)
 
     def signal(self, number: signal.Signals) -> None:

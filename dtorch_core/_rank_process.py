@@ -178,25 +178,27 @@ def _wrapped(result: object, rank: int) -> bytes:
 
 def _tell(run: Run, plan: Plan, caller: _Caller) -> None:
     """Say how each rank ends, and end the others when one fails."""
-    untold = set(plan.devices)
-    while untold:
-        for rank in sorted(run.ended(set(plan.devices) - untold)):
-            untold.discard(rank)
+    told: set[int] = set()
+
+    def tell(ended: set[int]) -> None:
+        for rank in sorted(ended):
+            told.add(rank)
             if rank in run.failures:
                 caller.line.send(Word.FAILURE, rank, _parcel.wrap_error(run.failures[rank]))
             else:
                 caller.line.send(Word.RESULT, rank, run.results[rank])
                 run.results[rank] = None
 
-        if run.busy or not untold:
-            break
+    while len(told) < len(plan.devices) and not run.failures and run.stopped is None:
+        tell(run.ended(told))
 
-        if run.failures:
-            first = run.first_failure()
-            run.end(first.reason, first.rank)
-            run.abort(first.reason)
-        elif run.stopped is not None:
-            run.end(run.stopped, head_start=caller.head_start)
+    if run.failures:
+        tell(run.over() - told)  # its caller ends the other processes meanwhile
+        first = run.first_failure()
+        run.end(first.reason, first.rank)
+    elif run.stopped is not None:
+        run.end(run.stopped, head_start=caller.head_start)
 
+    tell(run.over() - told)
     for rank in run.busy:
         caller.line.send(Word.BUSY, rank)

@@ -166,8 +166,12 @@ class Run:
     def ended(self, known: Collection[int]) -> set[int]:
         """The ranks that have ended beyond those that are ``known``. Waits for one, unless the run is stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self.stopped or not self.pending or self._over() - set(known))
-            return self._over() - set(known)
+            self._changed.wait_for(lambda: self.stopped or not self.pending or self.over() - set(known))
+            return self.over() - set(known)
+
+    def over(self) -> set[int]:
+        """The ranks that have ended."""
+        return set(self._devices) - self.unfinished()
 
     def abort(self, reason: str, *, died: bool = False) -> None:
         """End the wait: the rank that called spawn() is being ended."""
@@ -231,9 +235,6 @@ class Run:
         names = ", ".join(repr(f"rank {rank}") for rank in self.busy)
         left = "was left behind as a daemon thread" if len(self.busy) == 1 else "were left behind as daemon threads"
         return f"; {rank_list(self.busy)} did not return within {seconds(GRACE)} and {left} ({names})"
-
-    def _over(self) -> set[int]:
-        return set(self._devices) - self.pending
 
     def _told(self) -> list[Failure]:
         with self._changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import re
 import select
 import signal
 import subprocess
@@ -146,6 +147,23 @@ def told(ctx):
         ctx.open_store("nobody else comes", timeout=LIMIT)
     except AbortedError:  # spawn has heard of rank 0
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survives(ctx, queue, how):
+    """Say what the others hear of rank 1's end."""
+    store = ctx.open_store("x", timeout=LIMIT)
+    store.barrier()
+    if ctx.rank == 1:
+        if how == "raises":
+            raise ValueError("first")
+
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        store.barrier()
+    except PeerLostError as error:
+        queue.put((ctx.rank, str(error)))
+        raise
 
 
 def busy(ctx, how):
@@ -331,6 +349,22 @@ class TestFailure:
         said = r"rank 1 of 3 failed with ValueError: first; rank 0, rank 2 did not .* were ended \(pid \d+, \d+\)"
         with pytest.raises(RankFailedError, match=said):
             processes(ranks.busy, 3, "raises")
+
+    @pytest.mark.parametrize("how", ["raises", "is killed"])
+    def test_stores_of_the_others_hear_it_first(self, ranks, how):
+        """Not from spawn, which could only say that the run is over."""
+        pytest.importorskip("dtorch_file_store")
+        queue = multiprocessing.get_context("spawn").Queue()
+        with pytest.raises(RankFailedError, match="^rank 1 of 3 "):
+            processes(ranks.survives, 3, queue, how, threads_per_process=2 if how == "raises" else 1)
+
+        said = dict(queue.get(timeout=LIMIT) for _ in range(2))
+        queue.close()
+        queue.join_thread()
+        assert said.keys() == {0, 2}
+        for text in said.values():
+            assert re.search(r"rank 1 \(pid \d+\) was lost", text)
+            assert how != "raises" or "rank 1 failed: ValueError: first" in text
 
     def test_failure_of_a_peer_ends_a_run_of_processes_inside_a_rank(self, ranks):
         def rank(ctx):
