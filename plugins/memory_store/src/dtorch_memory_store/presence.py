@@ -28,6 +28,8 @@ class Presence:
         """Ranks that failed, and how."""
         self.aborted: str | None = None
         """Why everything was ended."""
+        self.complete = True
+        """Nobody has left: a quick answer for those who would ask why not."""
 
     def me(self, rank: int) -> str:
         """Begins a message about a rank."""
@@ -41,10 +43,20 @@ class Presence:
         """Every rank but one."""
         return set(range(self.world_size)) - {rank}
 
-    @property
-    def complete(self) -> bool:
-        """Nobody has left: a quick answer for those who would ask why not."""
-        return not self.closed and not self.died and self.aborted is None
+    def leave(self, rank: int) -> None:
+        """A rank has closed its handle."""
+        self.closed.add(rank)
+        self.complete = False
+
+    def die(self, rank: int, reason: str) -> None:
+        """A rank has failed."""
+        self.died.setdefault(rank, reason)
+        self.complete = False
+
+    def abort(self, reason: str) -> None:
+        """Somebody ended everything; the first reason stays."""
+        self.aborted = self.aborted or reason
+        self.complete = False
 
     def check_open(self, rank: int) -> None:
         """:raises AbortedError: if the rank has closed its handle."""

@@ -57,7 +57,7 @@ class Session:
             if rank in self.presence.closed:
                 return
 
-            self.presence.closed.add(rank)
+            self.presence.leave(rank)
             self.keys.abandon(rank)
             reason = f"{self.presence.me(rank)}: it was closed"
             woken = self._end_waits_of(rank, reason, self._barrier, self._reset) + self._give_up()
@@ -67,7 +67,7 @@ class Session:
     def die(self, rank: int, reason: str) -> None:
         """The rank failed: every wait that is not satisfied ends, now and later."""
         with self.presence.mutex:
-            self.presence.died.setdefault(rank, reason)
+            self.presence.die(rank, reason)
             woken = self._give_up()
 
         wake(woken)
@@ -75,7 +75,7 @@ class Session:
     def abort(self, reason: str) -> None:
         """End every wait of every rank, now and later."""
         with self.presence.mutex:
-            self.presence.aborted = self.presence.aborted or reason
+            self.presence.abort(reason)
             woken = self._give_up()
 
         wake(woken)

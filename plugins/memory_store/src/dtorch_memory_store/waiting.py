@@ -9,6 +9,9 @@ from typing import Any
 
 log = logging.getLogger("dtorch")
 
+_LONGEST = threading.TIMEOUT_MAX
+"""Seconds that a lock can be waited for."""
+
 Failure = Callable[[], Exception]
 """Makes the error of a wait that can't end well: a fresh one for each thread."""
 
@@ -40,7 +43,7 @@ class Waiter:
 
     def sleep(self, timeout: float) -> None:
         """Block until woken, or for ``timeout`` seconds."""
-        self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX) if timeout > 0 else 0)
+        self._lock.acquire(True, 0 if timeout <= 0 else timeout if timeout < _LONGEST else _LONGEST)
 
 
 class Notice(Waiter):

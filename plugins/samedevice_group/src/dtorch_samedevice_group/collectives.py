@@ -71,8 +71,8 @@ def reduce_scatter(rule: Rule, factor: float | None = None) -> Collective:
     """Rank r offers its output, then its input for each rank; output r is the reduction of every rank's input r."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        outputs, *inputs = _by_position(offers)
-        jobs = [(out, *parts) for out, parts in zip(outputs, inputs, strict=True)]
+        ranks = [offer.tensors for offer in offers]
+        jobs = [(mine[0], *[theirs[number] for theirs in ranks]) for number, mine in enumerate(ranks, 1)]
         return share(jobs, partial(_reduce_out, rule, factor))
 
     def results(shapes: Shapes) -> Sequence[Result]:
@@ -143,8 +143,9 @@ def all_to_all(alike: bool) -> Collective:
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         size, note = len(offers), offers[0].note
-        sources = [source.tensors[size + target.rank] for target in offers for source in offers]
-        targets = [target.tensors[source.rank] for target in offers for source in offers]
+        ranks = [offer.tensors for offer in offers]
+        sources = [theirs[number] for number in range(size, 2 * size) for theirs in ranks]
+        targets = [tensor for mine in ranks for tensor in mine[:size]]
         if alike and all([offer.note == note for offer in offers]):
             return copies(targets, sources)
 

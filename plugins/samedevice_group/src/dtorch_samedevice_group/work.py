@@ -15,6 +15,8 @@ from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket
 from dtorch_core.mail import Receipt
 
+_init = dist._Work.__init__
+
 _making_futures = threading.Lock()
 """One for all Works: few are asked for a future, and making it takes a moment."""
 
@@ -101,7 +103,7 @@ class GroupWork(_Waited):
     """Waits for a ticket."""
 
     def __init__(self, ticket: Ticket, outputs: list[Tensor], timeout: float) -> None:
-        dist._Work.__init__(self)  # as _Waited does: small collectives cost what Python costs
+        _init(self)  # as _Waited does: small collectives cost what Python costs
         self._ticket = ticket
         self._outputs = outputs
         self._timeout = timeout
