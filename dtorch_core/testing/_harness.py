@@ -94,7 +94,7 @@ class Conformance:
         self._skip_unless_declared(request.function)
         _wake_driver()
         if "multi_process" in self.declared:
-            resource_tracker.ensure_running()  # so does the helper that multiprocessing starts once
+            _wake_helpers()
 
         before = Held.now()
         yield
@@ -142,6 +142,13 @@ def _wake_driver() -> None:
     for number in range(torch.cuda.device_count()):
         for peer in range(torch.cuda.device_count()):
             torch.zeros(1, device=f"cuda:{number}").to(f"cuda:{peer}").cpu()
+
+
+@cache
+def _wake_helpers() -> None:
+    """So do what multiprocessing keeps, and what the server of a rendezvous does."""
+    resource_tracker.ensure_running()
+    torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
 
 def installed_spec(kind: Kind, name: str) -> BackendSpec:
