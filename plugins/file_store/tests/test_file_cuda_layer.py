@@ -501,16 +501,21 @@ class Slow(Holding):
 
 class TestJanitor:
     def test_nobody_waits_for_what_the_device_holds_up(self, calls):
-        janitor, slow = Janitor(), Slow(calls)
+        janitor, slow, other = Janitor(), Slow(calls), Slow(calls)
+        janitor.hold(other)
         janitor.hold(slow)
         slow.condemn()
-        assert janitor.settle(LIMIT) and janitor.held == 1, "it has a user"
+        assert janitor.settle(LIMIT) and janitor.held == 2, "it has a user"
         slow.users = 0
         slow.look()
         slow.look()
         assert not janitor.settle(0.05), "the device is busy"
         slow.gate.set()
-        assert janitor.settle(LIMIT) and janitor.held == 0 and slow.given_back == 1
+        assert janitor.settle(LIMIT) and janitor.held == 1 and slow.given_back == 1
+        other.gate.set()
+        other.users = 0
+        other.condemn()
+        assert janitor.settle(LIMIT) and janitor.held == 0 and other.given_back == 1
 
     def test_what_fails_is_not_tried_again_and_stops_nothing(self, calls):
         janitor, lost, good = Janitor(), Slow(calls), Slow(calls)
@@ -594,6 +599,7 @@ class TestSignals:
         peer = more()
         peer.wait(Mark(0, 5), OurStream(2))
         peer.release()
+        assert at_least(own._counters[0], 1000), "other survivors may wait for more, and have stored before"
         own._counters[0] = 4
         peer.close()
         peer.release()
@@ -629,6 +635,7 @@ class TestSignals:
         with pytest.raises(UnsupportedOperationError, match="captured into a graph"):
             own.write(OurStream(1))
 
+        assert not calls.registered, "nothing is registered while a graph is captured"
         calls.captured.clear()
         assert own.write(OurStream(1)) == (0, 1)
 
@@ -1031,6 +1038,25 @@ class TestProcesses:
             thread.start()
             thread.join(LIMIT)
             assert got == [[5, 6, 7]]
+
+    def test_a_graph_does_not_signal_and_is_not_spoiled_by_the_try(self):
+        own, stream, graph = OwnSignals(driver()), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        warm_up()
+        values = torch.arange(5, device="cuda")
+        with torch.cuda.graph(graph, stream=stream):
+            with pytest.raises(UnsupportedOperationError, match="captured into a graph"):
+                own.write(stream)
+
+            values.add_(1)
+
+        graph.replay()
+        torch.cuda.synchronize()
+        assert values.tolist() == [1, 2, 3, 4, 5]
+        mark = own.write(stream)
+        own.finish()
+        assert own.reached(mark)
+        own.close()
+        assert JANITOR.settle(LIMIT)
 
     def test_numbers_go_round_on_the_device(self):
         calls = driver()

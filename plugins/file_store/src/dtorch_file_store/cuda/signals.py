@@ -129,8 +129,12 @@ class _Page(Holding):
                 return
 
             self._closed = True
+            self._let_go()
 
         self.condemn()
+
+    def _let_go(self) -> None:
+        """What is not needed for what streams have queued. Called once, with the mutex held."""
 
     def give_back(self) -> None:
         for lane in list(self._lanes.values()):
@@ -150,7 +154,7 @@ class OwnSignals(_Page):
         :raises OSError: if no file descriptor is left.
         """
         self.fd = os.memfd_create("dtorch-signals", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """Passed to each peer once."""
+        """Passed to each peer once. Closed by :meth:`close`."""
         try:
             os.ftruncate(self.fd, PAGE_BYTES)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -166,14 +170,14 @@ class OwnSignals(_Page):
         :raises DriverError: if the driver refuses.
         :raises AbortedError: if the page is closed.
         """
+        if self._driver.capturing(stream.device_index, stream.cuda_stream):
+            raise UnsupportedOperationError(
+                "the stream is captured into a graph, and a graph can't signal: exchange tensors outside of graphs"
+            )
+
         lane = self._lane(stream)
         with lane.mutex:
             self._check_open()
-            if self._driver.capturing(lane.ordinal, lane.handle):
-                raise UnsupportedOperationError(
-                    "the stream is captured into a graph, and a graph can't signal: exchange tensors outside of graphs"
-                )
-
             value = (lane.value + 1) % _CIRCLE
             self._driver.stream_write(lane.ordinal, lane.handle, self._address + 4 * lane.index, value)
             lane.value = value
@@ -196,13 +200,8 @@ class OwnSignals(_Page):
         lane.value = self._counters[lane.index]
         return lane
 
-    def close(self) -> None:
-        """As of every page; the file descriptor is closed at once."""
-        with self._mutex:
-            if not self._closed:
-                os.close(self.fd)
-
-        super().close()
+    def _let_go(self) -> None:
+        os.close(self.fd)
 
 
 class PeerSignals(_Page):
