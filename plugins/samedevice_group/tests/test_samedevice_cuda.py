@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from dtorch_core import CollectiveMismatchError, UnsupportedTensorError
 from dtorch_core.testing import run_ranks
@@ -57,6 +58,40 @@ def busy():
     event = torch.cuda.Event()
     event.record()
     return not event.query()
+
+
+class TestTheSameCallAgain:
+    def test_on_other_tensors_and_another_stream(self):
+        """What was planned for the first call is used for the next ones; order is each call's own."""
+
+        def body(pg, group):
+            warm(pg, 1000)
+            ranks = range(pg.size())
+            for turn in range(4):
+                with torch.cuda.stream(torch.cuda.Stream() if turn % 2 else torch.cuda.current_stream()):
+                    mine = part(pg.rank(), 1000) + turn
+                    reduced, outputs = torch.zeros(1000, device=GPU), [torch.zeros(1000, device=GPU) for _ in ranks]
+                    if pg.rank() == turn % pg.size():
+                        torch.cuda._sleep(LONG // 4)
+
+                    reduced.copy_(mine)
+                    pg.allreduce([reduced], c10d.AllreduceOptions()).wait()
+                    pg.allgather([outputs], [mine], c10d.AllgatherOptions()).wait()
+                    mine.fill_(-1)
+                    assert torch.equal(reduced, sum(part(r, 1000) + turn for r in ranks))
+                    assert all(torch.equal(outputs[r], part(r, 1000) + turn) for r in ranks)
+
+        on_ranks(body)
+
+    def test_on_the_cpu_after_the_gpu_is_another_call(self):
+        def body(pg, group):
+            ranks = range(pg.size())
+            for device in (GPU, "cpu", GPU, "cpu"):
+                x = part(pg.rank(), 1000).to(device)
+                pg.allreduce([x], c10d.AllreduceOptions()).wait()
+                assert torch.equal(x.cpu(), sum(part(r, 1000) for r in ranks).cpu())
+
+        on_ranks(body)
 
 
 class TestOrder:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dtorch_samedevice_group.group import Plan
 
 Form = tuple[object, ...]
-"""What a plan depends on: the method, the shape and dtype of each tensor, and the options but for the timeout."""
+"""What a plan depends on: the method, each tensor's GPU, dtype and shape, and the options but for the timeout."""
 
 Reading = tuple[Form, list[Tensor], timedelta | None]
 """A call's form, its tensors in the order in which they were given, and its timeout."""
@@ -69,12 +69,17 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
                 for tensor in arg:
                     if (
                         type(tensor) is not Tensor
-                        or not tensor.is_cpu
                         or tensor.layout is not _STRIDED
                         or tensor.requires_grad
                         or 0 in tensor.stride()
                     ):
                         return None
+
+                    if not tensor.is_cpu:
+                        if not tensor.is_cuda:
+                            return None
+
+                        form.append(tensor.device)
 
                     form.append(tensor.dtype)
                     form.append(tensor.shape)
