@@ -29,6 +29,9 @@ from dtorch_file_store.wire import Message, frame
 
 _BACKLOG = 4096
 _EXITING = 0x4  # PF_EXITING
+_LINGER = 0.1
+"""Seconds that a server without a promise is kept: to start its thread costs more than all else that a promise does."""
+
 _LAST = 1.0
 """Seconds that the end of the process waits for the thread: it may be in somebody's callback."""
 
@@ -63,8 +66,9 @@ class Server:
         """By secret: nobody has the right to set."""
         self._lines: dict[int, _Line] = {}
         """By descriptor."""
+        self._held: set[_Line] = set()
+        """Those over whose other end somebody has the right to set."""
         self._cancelled: deque[_Line] = deque()
-        self._files: list[int] = []
         self._spare = self._bell = -1
         self._thread = threading.Thread(target=self._run, name="dtorch promises", daemon=True)
         try:
@@ -122,24 +126,31 @@ class Server:
 
     def _run(self) -> None:
         try:
-            while not self._over():
-                for key, _ in self._selector.select():
+            while not self._stopping:
+                idle = not self._waiting and not self._held
+                events = self._selector.select(_LINGER if idle else None)
+                for key, _ in events:
                     key.data()
+
+                if idle and not events and self._over():
+                    break
         finally:
             with _lock:
                 self.closed = True
 
             self._let_go()
-            for slot in [*self._waiting.values(), *(line.slot for line in self._lines.values())]:
+            left = [*self._waiting.values(), *(line.slot for line in self._held)]
+            self._waiting.clear()
+            for slot in left:
                 if slot is not None and not self._stopping:
                     _settle(slot, Outcome(error=BrokenPromiseError(f"{slot.label}: the thread that serves it failed")))
 
     def _over(self) -> bool:
-        """Nothing is out there. From then on this server takes no promise."""
+        """Nothing has come back meanwhile. From then on this server takes no promise."""
         global _current
         with _lock:
             self.closed = True  # first: what comes back to the lock amid these lines goes to another server
-            if (self._waiting or any(line.slot for line in self._lines.values())) and not self._stopping:
+            if self._waiting:
                 self.closed = False
             elif _current is self:
                 _current = None
@@ -213,7 +224,7 @@ class Server:
                 if packet:
                     self._take(line, packet, fds)
                 else:
-                    self._end(line, BrokenPromiseError(f"its holder, pid {line.pid}, {how_it_ended(line.pid)}"))
+                    self._end(line, f"its holder, pid {line.pid}, {how_it_ended(line.pid)}")
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -226,47 +237,45 @@ class Server:
                 self._attach(line, str(secret))
             elif message.kind == "handed over":
                 (secret,) = message.fields
-                self._waiting[str(secret)], line.slot = line.slot, None
+                self._waiting[str(secret)] = line.slot
                 self._close(line)
             else:
                 self._bring(line, message, fds)
         except Exception as error:
-            self._end(line, BrokenPromiseError(f"what its holder, pid {line.pid}, sent can't be read: {error}"))
+            self._end(line, f"what its holder, pid {line.pid}, sent can't be read: {error}")
 
     def _attach(self, line: _Line, secret: str) -> None:
         slot = self._waiting.pop(secret, None)
         if slot is None:
             # Who handed it on has said so before the token was anywhere; perhaps nobody has read that yet.
-            for other in list(self._lines.values()):
-                if other.slot is not None:
-                    self._read(other)
+            for other in list(self._held):
+                self._read(other)
 
             slot = self._waiting.pop(secret, None)
 
         if slot is None:
-            return self._refuse(
+            self._refuse(
                 line,
                 f"no promise of pid {os.getpid()} waits for this token: somebody has attached it already, and the "
                 f"right to set is handed over once",
             )
+            return
 
         cancelled = slot.cancelled()
         with contextlib.suppress(OSError):  # it is gone: the end that is read next says so
             send(line.socket, frame("yours", cancelled))
 
         if cancelled:
-            return self._close(line)
+            self._close(line)
+            return
 
         line.slot = slot
-        return slot.when_over(partial(_over, weakref.ref(self), weakref.ref(line)))
+        self._held.add(line)
+        slot.when_over(partial(_over, weakref.ref(self), weakref.ref(line)))
 
     def _bring(self, line: _Line, message: Message, fds: list[int]) -> None:
-        slot = line.slot
-        assert slot is not None, "who brings something has attached it"
         outcome = unpack(message, fds, f"pid {line.pid}")
-        line.slot = None
-        self._close(line)
-        _settle(slot, outcome)
+        _settle(self._close(line), outcome)
 
     def _call_off(self, line: _Line) -> None:
         """Tell the holder that nobody waits. What it sent before still counts: it may have handed it on."""
@@ -279,11 +288,12 @@ class Server:
 
         self._read(line)
 
-    def _end(self, line: _Line, error: BrokenPromiseError) -> None:
-        slot, line.slot = line.slot, None
-        self._close(line)
-        if slot is not None:
-            _settle(slot, Outcome(error=BrokenPromiseError(f"{slot.label}: {error}")))
+    def _end(self, line: _Line, why: str) -> None:
+        if line.slot is None:
+            self._close(line)
+        else:
+            error = BrokenPromiseError(f"{line.slot.label}: {why}")
+            _settle(self._close(line), Outcome(error=error))
 
     def _refuse(self, line: _Line, why: str) -> None:
         with contextlib.suppress(OSError):  # it did not wait for the answer
@@ -291,11 +301,15 @@ class Server:
 
         self._close(line)
 
-    def _close(self, line: _Line) -> None:
+    def _close(self, line: _Line) -> Slot | None:
+        """What its holder had the right to set."""
         if self._lines.pop(line.socket.fileno(), None) is not None:
             self._selector.unregister(line.socket)
 
         line.socket.close()
+        self._held.discard(line)
+        slot, line.slot = line.slot, None
+        return slot
 
     def post(self, line: _Line) -> None:
         """The future of the promise on this line was cancelled."""
@@ -379,9 +393,10 @@ def _over(server: weakref.ref[Server], line: weakref.ref[_Line], future: Future[
         found.post(held)
 
 
-def _settle(slot: Slot, outcome: Outcome) -> None:
+def _settle(slot: Slot | None, outcome: Outcome) -> None:
     try:
-        slot.settle(outcome)
+        if slot is not None:
+            slot.settle(outcome)
     except BaseException:  # somebody's callback; it must not take the other promises with it
         threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
