@@ -15,7 +15,7 @@ from dtorch_file_store.arena import Arena, Mapping, Segment
 from dtorch_file_store.gates import Gate
 from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.joint import Joint
-from dtorch_file_store.keys import Keys, Publication
+from dtorch_file_store.keys import Keys
 from dtorch_file_store.letters import Letters
 from dtorch_file_store.node import Node
 from dtorch_file_store.tensors import Layout
@@ -37,21 +37,20 @@ class Session:
         self.presence = node.presence
         self.arena = Arena(node.presence.label, self._announce)
         self.gpu = Gpu(node, self.arena, topology)
-        self.keys = Keys(node, self._arrived)
+        self._reset = Gate("reset", node)
+        self.keys = Keys(node, self._arrived, self._reset.standing)
         self.joint = Joint(node, self.arena, self.mapping, self.gpu)
         self.letters = Letters(node, self._arrived)
         self.letters.ended = self.joint.ended
-        self._reset = Gate("reset", node)
         self._barrier = Gate("barrier", node, elsewhere=self._reset.standing)
         self._reset.on_opening, self._reset.on_coming = self._drop, self._give_up
         self._barrier.on_coming = self._give_up
-        self.keys.resetting = self._reset.standing
         self._segments: dict[tuple[int, int], tuple[int, int] | Mapping] = {}
         self._mapping = threading.Lock()
         self._ending = False
         self._said_all: set[int] = set()
         self._timer: threading.Timer | None = None
-        node.on_lost, node.on_gone = self._end, self._node_gone
+        node.on_lost, node.on_gone, node.on_dead = self._end, self._node_gone, self.gpu.release
         for kind in ("segment", "goodbye", "died", "aborted", "ending"):
             node.handlers[kind] = getattr(self, f"_on_{kind}")
 
@@ -85,8 +84,7 @@ class Session:
         text = f"{self.presence.label}: it was reset meanwhile"
         woken = settle(self.keys.waiters(), lambda _: lambda: AbortedError(text))
         woken += self._barrier.end(lambda _: lambda: AbortedError(text))
-        dropped: list[Publication] = self.keys.drop()
-        self.node.trash.extend(dropped)
+        self.node.trash.extend(self.keys.drop())
         return woken + self.keys.after_drop()
 
     # Ends
@@ -100,7 +98,7 @@ class Session:
             if rank in self.presence.closed:
                 return
 
-            estate, borrows = self.keys.estate_of(rank), self.keys.borrows_of(rank)
+            estate, borrows = self.keys.heirs.estate_of(), self.keys.heirs.borrows_of(rank)
             self.node.tell_all(frame("goodbye", rank, borrows, estate))
             woken = self._left(rank, borrows, estate)
             reason = f"{self.presence.me(rank)}: it was closed"
@@ -206,7 +204,7 @@ class Session:
 
     def _left(self, rank: int, borrows: Any, estate: Any) -> list[Waiter]:  # noqa: ANN401
         self.presence.closed.add(rank)
-        return self.keys.rank_left(rank, borrows, estate) + self._give_up()
+        return self.keys.heirs.rank_left(rank, borrows, estate) + self._give_up()
 
     def _node_gone(self, node: int) -> list[Waiter]:
         self.gpu.node_gone(node, died=any(self.node.homes[rank] == node for rank in self.presence.died))

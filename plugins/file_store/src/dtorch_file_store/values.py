@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtorch_file_store.arena import Arena, Block, Mapping
+from dtorch_file_store.arena import Arena, Mapping
 from dtorch_file_store.tensors import Layout, compact, over, read, read_back, write
 from dtorch_file_store.wire import INLINE_BYTES
 

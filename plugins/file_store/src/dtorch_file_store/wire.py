@@ -28,7 +28,7 @@ class Message(NamedTuple):
     body: bytes
 
 
-def frame(kind: str, *fields: object, body: bytes = b"") -> bytes:
+def frame(kind: str, *fields: Any, body: bytes = b"") -> bytes:  # noqa: ANN401 - plain values
     """A message as it travels: the length of what follows, little-endian, 4 bytes, and that.
 
     :param fields: numbers, strings, bytes, None, and tuples, lists, sets and dictionaries of such.
