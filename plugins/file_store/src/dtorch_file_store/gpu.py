@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtorch_core import Topology, UnsupportedOperationError, UnsupportedTensorError, streams
+from dtorch_core import PeerLostError, Topology, UnsupportedOperationError, UnsupportedTensorError, streams
+from dtorch_core._text import rank_list
 from dtorch_file_store.arena import Arena
 from dtorch_file_store.cuda.copies import Copies
 from dtorch_file_store.cuda.devices import Devices
@@ -199,6 +200,16 @@ class Gpu:
             else:
                 queue.wait_event(finish)
 
+    def check_alive(self, home: int, mark: Mark) -> None:
+        """:raises PeerLostError: if a node died before its stream had written what the mark stands for."""
+        peer = self.peer(home)
+        if peer.released and not peer.happened(mark):
+            presence, ranks = self.node.presence, self.node.ranks_at(home)
+            raise PeerLostError(
+                f"{presence.label}: {rank_list(ranks)} (pid {presence.pids[ranks[0]]}) died before its stream "
+                f"had written this tensor; open {presence.label} anew"
+            )
+
     def peer(self, home: int) -> PeerSignals:
         """A node's signals."""
         with self._mutex:
@@ -220,6 +231,14 @@ class Gpu:
             return self._sides[device.index]
 
     # Ends
+
+    def release(self, node: int) -> None:
+        """A node's process is dead: no stream of this one waits for it any more. Makes no call of CUDA."""
+        with self._mutex:
+            found = self._peers.get(node)
+
+        if isinstance(found, PeerSignals):
+            found.release()
 
     def node_gone(self, node: int, died: bool) -> None:
         """A node has ended. Under the node's mutex, so what takes long is left to a job."""
@@ -250,11 +269,8 @@ class Gpu:
             self._imports.close()
 
     def _let_go_of(self, node: int, died: bool) -> None:
-        with self._mutex:
-            found = self._peers.get(node)
-
-        if died and isinstance(found, PeerSignals):
-            found.release()
+        if died:
+            self.release(node)
 
         if self._imports is not None:
             self._imports.forget(node)
@@ -409,6 +425,7 @@ class MappedGpuValue(Value):
         if self._to_host:
             queue = self._gpu.side(tensor.device)  # what the caller's stream has queued is no business of this copy
 
+        self._gpu.check_alive(self._home, self._mark)
         self._gpu.order(queue, [(self._home, self._mark)])
         if not self._to_host:
             return tensor

@@ -66,6 +66,8 @@ class Node:
         """Called under the mutex when a process has died: the waiters that this settles."""
         self.on_gone: Callable[[int], Iterable[Waiter]] = lambda node: ()
         """Called under the mutex with a node that has nothing more to say."""
+        self.on_dead: Callable[[int], None] = lambda node: None
+        """Called when a node's process is wholly gone: later than its connection, if it did not say goodbye."""
         self.on_end: Callable[[], None] = lambda: None
         """Called once, when all is closed and sent."""
         self._dirty: list[Link] = []
@@ -365,6 +367,7 @@ class Node:
 
         self.after(woken)
         self._lose(node, "its process ended without a goodbye")
+        self.on_dead(node)
 
     def _lose(self, node: int, reason: str) -> None:
         """The process is gone. If its ranks have said goodbye that is all there is to it."""

@@ -219,6 +219,8 @@ class PeerSignals(_Page):
         self._awaited: dict[int, int] = {}
         """The number awaited last, by counter."""
         self.released = False
+        self._stored: set[int] = set()
+        """Counters that this process has set in the peer's place."""
         self._dying = threading.Lock()
         """Guards these two. Never held across a call of the driver: it may be blocked until this peer is released."""
 
@@ -249,6 +251,10 @@ class PeerSignals(_Page):
         """The peer's stream has got to the mark, as the host sees it; or the peer was released."""
         return self.released or super().reached(mark)
 
+    def happened(self, mark: Mark) -> bool:
+        """The peer's stream has got to the mark itself, released or not: what it wrote is there."""
+        return mark.counter not in self._stored and super().reached(mark)
+
     def release(self) -> None:
         """Let every stream go that waits here, now and later: the peer is dead. Call it again whenever in doubt.
 
@@ -259,4 +265,5 @@ class PeerSignals(_Page):
             self.released = True
             for counter, value in self._awaited.items():
                 if not at_least(self._counters[counter], value):
+                    self._stored.add(counter)
                     self._counters[counter] = (value + _AHEAD) % _CIRCLE

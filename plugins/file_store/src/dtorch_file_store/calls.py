@@ -1,0 +1,96 @@
+"""One piece of joint work, as this node knows it: what the ranks have brought, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtorch_core.declared import Place
+from dtorch_core.joint import Work
+from dtorch_file_store.offers import Brought
+from dtorch_file_store.waiting import Waiter
+
+LINE = "\n"
+"""A note's first line says what the work is; the rest is data."""
+
+
+class Call:
+    """One piece of joint work, as this node knows it."""
+
+    __slots__ = (
+        "awaited",
+        "awaits",
+        "came",
+        "done",
+        "dropped",
+        "error",
+        "finished",
+        "halves",
+        "held",
+        "key",
+        "notes",
+        "notices",
+        "offers",
+        "parted",
+        "queue",
+        "running",
+        "said",
+        "steps",
+        "waiters",
+        "work",
+        "written",
+    )
+
+    def __init__(self, key: str, world_size: int) -> None:
+        self.key = key
+        self.offers: list[Brought | None] = [None] * world_size
+        self.came = 0
+        self.work: Work | None = None
+        """From the first rank of this node; all bring the same, or it says what is wrong."""
+        self.notes: Sequence[str] = ()
+        self.written: Sequence[Place] = ()
+        """On the CPU, the tensors that it writes, of all ranks."""
+        self.waiters: list[Waiter] = []
+        self.notices: list[Waiter] = []
+        """Told at the end only, while waiters are also woken to go on."""
+        self.steps: Iterator[int] | None = None
+        """This node's part: it yields the exchange that it can't go on without."""
+        self.awaits = -1
+        """That exchange."""
+        self.awaited: Sequence[int] = ()
+        """The nodes that have to reach it."""
+        self.queue: torch.cuda.Stream | None = None
+        """On CUDA, the stream of the first rank of this node."""
+        self.done: tuple[Any, ...] = ()
+        """On CUDA, the points of streams behind which the work is done."""
+        self.held: dict[int, Sequence[Tensor]] = {}
+        """On CUDA, this node's tensors until their rank's stream is behind the work."""
+        self.dropped: set[int] = set()
+        """Ranks whose ticket was dropped before they had waited."""
+        self.said: dict[int, int] = {}
+        """How far each node says it is."""
+        self.halves: dict[int, tuple[int, int, int]] = {}
+        """Each node's staging buffer: segment, place, bytes of a half."""
+        self.parted: set[int] = set()
+        """Nodes that have ended their part, and read nothing any more."""
+        self.running = False
+        """A thread is at it."""
+        self.finished = False
+        self.error: BaseException | None = None
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank, offer in enumerate(self.offers) if offer is None]
+
+    def what(self, rank: int) -> str:
+        """How messages to ``rank`` call it."""
+        offer = self.offers[rank]
+        return f"{self.key}, {offer.note.partition(LINE)[0]}" if offer is not None else self.key
+
+    @property
+    def complete(self) -> bool:
+        """All ranks have come."""
+        return self.came == len(self.offers)

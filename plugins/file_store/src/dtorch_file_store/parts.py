@@ -1,0 +1,166 @@
+"""What one node does of a call: alone, from values that came along, through staging buffers, or on a GPU.
+
+A part is a generator. It yields the number of an exchange that it can't go on without, after it has set
+:attr:`Call.awaited`, the nodes that have to reach it. It runs in inference mode, and on any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from dtorch_core.declared import Declared, Place, Result, at_risk, compute
+from dtorch_core.joint import Offer
+from dtorch_core.reduction import Rule
+from dtorch_file_store import arena
+from dtorch_file_store.calls import Call
+from dtorch_file_store.gpu_parts import GpuParts
+from dtorch_file_store.node import Node
+from dtorch_file_store.offers import Brought
+from dtorch_file_store.staged import Flat, Staged
+from dtorch_file_store.staging import Plan
+from dtorch_file_store.waiting import Waiter
+from dtorch_file_store.wire import Message, frame
+
+_LINE_BYTES = 64
+"""The halves of a buffer begin at cache lines."""
+
+
+class Parts:
+    """This node's parts in the calls of one opening."""
+
+    def __init__(
+        self,
+        node: Node,
+        memory: arena.Arena,
+        mapping: Callable[[int, int], arena.Mapping],
+        gpu: GpuParts,
+        calls: Mapping[str, Call],
+    ) -> None:
+        """
+        :param mapping: a node's segment.
+        :param calls: those that have not ended, by key.
+        """
+        self._node, self._memory, self._mapping, self._gpu, self._calls = node, memory, mapping, gpu, calls
+        self._lent: dict[str, tuple[arena.Block, set[int]]] = {}
+        """This node's staging buffers, and the nodes that may still read them."""
+        node.handlers["parted"] = self._on_parted
+
+    def of(self, call: Call) -> Iterator[int]:
+        """This node's part of a call for which all ranks have come."""
+        node, work = self._node, call.work
+        brought = [offer for offer in call.offers if offer is not None]
+        call.notes = [offer.note for offer in brought]
+        assert work is not None, "a rank of this node has come"
+        if any(offer.ready is not None for offer in brought):
+            yield from self._gpu.of(call, brought)
+            return
+
+        if not node.links:
+            for task in work([Offer(rank, offer.note, tuple(offer.tensors)) for rank, offer in enumerate(brought)]):
+                task()
+
+            return
+
+        assert isinstance(work, Declared), "other work is left to the four steps"
+        results = work.results(call.notes, [offer.shapes for offer in brought])
+        call.written = [place for result in results for place in result.targets]
+        tensors = {rank: brought[rank].tensors for rank in node.own_ranks}
+        if all(offer.small for offer in brought) and not any(_rounds_by_place(result.rule) for result in results):
+            _from_values(results, brought, tensors)
+        else:
+            yield from self._through_buffers(call, results, brought, tensors)
+
+    def ended(self, call: Call) -> None:
+        """A call has ended here: it reads nothing of the others any more. Under the mutex."""
+        if call.halves:
+            self._node.tell_all(frame("parted", call.key), lazily=True)
+
+        if call.key in self._lent:
+            self._give_back(call.key, None)
+
+    def node_gone(self, node: int) -> None:
+        """A node reads nothing any more. Under the mutex."""
+        for key in list(self._lent):
+            self._give_back(key, node)
+
+    def _through_buffers(
+        self, call: Call, results: Sequence[Result], brought: Sequence[Brought], tensors: dict[int, Sequence[Tensor]]
+    ) -> Iterator[int]:
+        node = self._node
+        plan = Plan(results, [offer.shapes for offer in brought], node.homes)
+        flat = Flat(results, tensors)
+        half = -(-plan.half_bytes // _LINE_BYTES) * _LINE_BYTES
+        halves: dict[int, Sequence[Tensor]] = {}
+        place = (0, 0, 0)
+        if half:
+            block = self._memory.allocate(2 * half)
+            with node.mutex:
+                self._lent[call.key] = block, set(node.links) - node.gone - call.parted
+
+            place = block.segment, block.offset, half
+            halves[node.index] = block.bytes().split(half)
+
+        call.awaited = list(node.links)
+        staged = Staged(plan, node.index, flat, halves, _not_mapped, 0)
+        for number in range(plan.steps):
+            for task in staged.stage(number):
+                task()
+
+            with node.mutex:
+                node.tell_all(frame("staged", call.key, number, *(place if number == 0 else ())))
+
+            node.after()
+            yield number
+            if number == 0:
+                for peer, (segment, offset, size) in call.halves.items():
+                    if size:
+                        halves[peer] = self._mapping(peer, segment).bytes(offset, 2 * size).split(size)
+
+            for task in staged.compute(number):
+                task()
+
+        flat.finish()
+
+    def _give_back(self, key: str, node: int | None) -> None:
+        lent = self._lent.get(key)
+        if lent is not None:
+            block, readers = lent
+            readers.discard(-1 if node is None else node)
+            if not readers and key not in self._calls:
+                del self._lent[key]
+                block.release()
+
+    def _on_parted(self, peer: int, message: Message) -> Iterable[Waiter]:
+        (key,) = message.fields
+        call = self._calls.get(key)
+        if call is not None:
+            call.parted.add(peer)
+
+        self._give_back(key, peer)
+        return ()
+
+
+def _from_values(
+    results: Sequence[Result], brought: Sequence[Brought], tensors: dict[int, Sequence[Tensor]]
+) -> None:
+    """Write all that this node's ranks get: every value is here."""
+    copies = {place: tensors[place.rank][place.number].clone() for place in at_risk(results, tensors)}
+
+    def value(place: Place) -> Tensor:
+        return copies[place] if place in copies else brought[place.rank].tensors[place.number]
+
+    for result in results:
+        targets = [tensors[place.rank][place.number] for place in result.targets if place.rank in tensors]
+        if targets:
+            compute(result.rule, result.factor, [value(place) for place in result.sources], targets)
+
+
+def _rounds_by_place(rule: Rule | None) -> bool:
+    """Only whoever computes it knows the last bits: see :func:`dtorch_core.declared.compute`."""
+    return rule is not None and rule.op == "product" and rule.dtype.is_complex
+
+
+def _not_mapped(place: Place) -> Tensor:
+    raise AssertionError("nothing is read where it is")
