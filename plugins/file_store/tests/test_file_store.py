@@ -1,10 +1,35 @@
 """The file store: the contract of every store, and what is this one's own."""
 
+import gc
+import os
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
 import pytest
+import torch
+from dtorch_file_store.directory import VARIABLE
+from dtorch_file_store.link import Link
+from dtorch_file_store.wire import frame
 
-from dtorch_core.testing import TensorStoreTests
+from dtorch_core import DtorchError, KeyInUseError, PeerLostError, RankFailedError, StoreTimeoutError
+from dtorch_core.testing import TensorStoreTests, run_ranks
 
-SESSION = "dtorch_file_store.opening.homes_of"
+LIMIT = 20.0
+
+HOMES = "dtorch_file_store.opening.homes_of"
+
+
+def values(tag, numel=7):
+    return torch.arange(numel) + 1000 * (tag + 1)
+
+
+@pytest.fixture
+def node_each(monkeypatch):
+    """Each rank is a node: whatever it says goes over a socket, though its peer is a thread beside it."""
+    monkeypatch.setattr(HOMES, lambda topology: list(range(len(topology))))
 
 
 class TestOneNode(TensorStoreTests):
@@ -13,14 +38,9 @@ class TestOneNode(TensorStoreTests):
     backend = "file"
 
 
+@pytest.mark.usefixtures("node_each")
 class TestNodeEach(TensorStoreTests):
-    """Each rank is a node: whatever it says goes over a socket, though its peer is a thread beside it."""
-
     backend = "file"
-
-    @pytest.fixture(autouse=True)
-    def nodes(self, monkeypatch):
-        monkeypatch.setattr(SESSION, lambda topology: list(range(len(topology))))
 
 
 class TestTwoRanksPerNode(TensorStoreTests):
@@ -30,4 +50,408 @@ class TestTwoRanksPerNode(TensorStoreTests):
 
     @pytest.fixture(autouse=True)
     def nodes(self, monkeypatch):
-        monkeypatch.setattr(SESSION, lambda topology: [rank // 2 for rank in range(len(topology))])
+        monkeypatch.setattr(HOMES, lambda topology: [rank // 2 for rank in range(len(topology))])
+
+
+def on_ranks(body, world_size):
+    def rank(ctx):
+        with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
+            return body(store)
+
+    return run_ranks(rank, world_size, 2 * LIMIT)
+
+
+def tried(store, key, timeout):
+    try:
+        return store.dest_get(key, timeout=timeout)
+    except StoreTimeoutError:
+        return None
+
+
+@pytest.mark.usefixtures("node_each")
+class TestShares:
+    """Fewer shares than ranks that want one: exactly so many get one, whoever decides it."""
+
+    @pytest.mark.parametrize("get_count", [1, 2])
+    def test_ranks_compete(self, get_count):
+        def body(store):
+            shares = []
+            for number in range(15):
+                key, source = f"{number}", number % 4
+                if store.rank == source:
+                    store.src_set(key, values(number), get_count)
+                    store.barrier()
+                    store.barrier()
+                    store.src_wait_until_get_finished(key)
+                    shares.append(0)
+                else:
+                    shares.append(self.takes(store, key, values(number)))
+
+            return shares
+
+        assert [sum(each) for each in zip(*on_ranks(body, 4), strict=True)] == [get_count] * 15
+
+    def test_producer_competes(self):
+        """There is a share for each other rank, which take theirs without asking; then the producer wants one."""
+
+        def body(store):
+            shares = []
+            for number in range(15):
+                if store.rank == number % 3:
+                    store.src_set("k", values(number), 2)
+
+                shares.append(self.takes(store, "k", values(number)))
+                if store.rank == number % 3:
+                    store.src_wait_until_get_finished("k")
+
+                store.barrier()
+
+            return shares
+
+        assert [sum(each) for each in zip(*on_ranks(body, 3), strict=True)] == [2] * 15
+
+    @pytest.mark.parametrize("get_count", [1, 2])
+    @pytest.mark.parametrize("first", ["the producer", "the others"])
+    def test_producer_leaves(self, first, get_count):
+        """Who decides it leaves meanwhile: another node does, and knows who has had one."""
+        for number in range(8):
+            ready = threading.Barrier(4)
+
+            def body(store, number=number, ready=ready):
+                if store.rank == 0:
+                    if first == "the producer":
+                        store.src_set("k", values(number), get_count)
+                        ready.wait(LIMIT)
+                    else:
+                        ready.wait(LIMIT)
+                        store.src_set("k", values(number), get_count)
+
+                    return 0  # and closes it
+
+                ready.wait(LIMIT)
+                got = tried(store, "k", 0.1)
+                ready.wait(LIMIT)
+                got = tried(store, "k", 0.0) if got is None else got
+                ready.wait(LIMIT)
+                if got is None:
+                    return 0
+
+                assert torch.equal(got, values(number))
+                store.dest_finish_get("k")
+                return 1
+
+            def rank(ctx, body=body, ready=ready):
+                with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
+                    won = body(store)
+
+                for _ in range(2 if ctx.rank == 0 else 0):
+                    ready.wait(LIMIT)
+
+                return won
+
+            assert sum(run_ranks(rank, 4, LIMIT)) == get_count
+
+    @staticmethod
+    def takes(store, key, wanted):
+        """Whether this rank gets a share, at once or when all have tried."""
+        got = tried(store, key, 0.05)
+        store.barrier()
+        got = tried(store, key, 0.0) if got is None else got
+        store.barrier()
+        if got is None:
+            return 0
+
+        assert torch.equal(got, wanted)
+        store.dest_finish_get(key)
+        return 1
+
+
+@pytest.mark.usefixtures("node_each")
+class TestKeys:
+    def test_key_that_is_free_can_be_set_by_another_rank_at_once(self):
+        """That it is free is told with the next message; a rank that needs it asks."""
+        free = threading.Barrier(3)
+
+        def body(store):
+            for number in range(20):
+                source = number % 3
+                if store.rank == source:
+                    store.src_set("k", values(number), 1)
+                    store.src_wait_until_get_finished("k")
+                elif store.rank == (source + 1) % 3:
+                    assert torch.equal(store.dest_get("k"), values(number))
+                    store.dest_finish_get("k")
+
+                free.wait(LIMIT)  # no message: the threads are beside each other
+
+        on_ranks(body, 3)
+
+    def test_key_in_use_is_refused_once_the_producer_has_said_so(self):
+        def body(store):
+            if store.rank == 0:
+                store.src_set("k", values(0), 1)
+
+            store.barrier()
+            if store.rank == 1:
+                with pytest.raises(KeyInUseError, match="rank 1 can't set it: it is live, set by rank 0"):
+                    store.src_set("k", values(1), 1)
+
+                assert torch.equal(store.dest_get("k"), values(0))
+                store.dest_finish_get("k")
+
+            if store.rank == 0:
+                store.src_wait_until_get_finished("k")
+
+            store.barrier()
+
+        on_ranks(body, 3)
+
+    def test_two_ranks_that_set_one_key_at_once(self):
+        """One of them is told, at once or in its wait; a consumer gets one of both tensors, whole."""
+        for _ in range(15):
+            together = threading.Barrier(2)
+
+            def body(store, together=together):
+                if store.rank == 2:
+                    got = store.dest_get("k")
+                    assert any(torch.equal(got, values(rank)) for rank in range(2))
+                    store.dest_finish_get("k")
+                    store.barrier()
+                    return "got"
+
+                together.wait(LIMIT)
+                try:
+                    store.src_set("k", values(store.rank), 1)
+                    store.barrier()
+                    store.src_wait_until_get_finished("k", timeout=0.1)
+                except KeyInUseError as error:
+                    assert "key 'k'" in str(error)
+                    assert "rank 0" in str(error)
+                    if "same time" not in str(error):
+                        store.barrier()
+
+                    return "refused"
+                except (StoreTimeoutError, PeerLostError):  # the consumer had the other one before it was refused
+                    return "not taken"
+
+                return "taken"
+
+            *sources, _ = on_ranks(body, 3)
+            assert sorted(sources) in (["refused", "taken"], ["not taken", "refused"]), sources
+
+    def test_many_keys_in_flight(self):
+        def body(store):
+            if store.rank == 0:
+                for number in range(5000):
+                    store.src_set(f"{number}", values(number), 1)
+
+                for number in range(5000):
+                    store.src_wait_until_get_finished(f"{number}")
+            else:
+                for number in reversed(range(5000)):
+                    assert int(store.dest_get(f"{number}")[3]) == 1000 * (number + 1) + 3
+                    store.dest_finish_get(f"{number}")
+
+        on_ranks(body, 2)
+
+    def test_many_keys_of_a_rank_that_leaves(self):
+        """Its goodbye, which says what is known of each, is larger than what a socket holds."""
+
+        def body(store):
+            if store.rank == 0:
+                for number in range(5000):
+                    store.src_set(f"a key with a long name, which is number {number}", values(number), 2)
+            else:
+                for number in range(5000):
+                    key = f"a key with a long name, which is number {number}"
+                    assert int(store.dest_get(key)[3]) == 1000 * (number + 1) + 3
+                    store.dest_finish_get(key)
+
+        on_ranks(body, 3)
+
+    def test_reset_again_and_again(self):
+        """Nobody waits for the others to have passed it: what is set next is of the next epoch, also where it comes
+        before the reset does."""
+
+        def body(store):
+            for number in range(60):
+                store.src_set(f"{store.rank}", values(number), 2)
+                if number % 2:
+                    store.src_set("not taken", values(number), 1) if store.rank == number % 3 else None
+
+                for other in {0, 1, 2} - {store.rank}:
+                    assert torch.equal(store.dest_get(f"{other}"), values(number))
+                    if number % 3:
+                        store.dest_finish_get(f"{other}")
+
+                store.reset()
+
+        on_ranks(body, 3)
+
+
+@pytest.mark.usefixtures("node_each")
+class TestMemory:
+    def test_large_tensor(self):
+        numel = 8 << 20
+
+        def body(store):
+            if store.rank == 0:
+                memory = torch.arange(numel, out=store.empty((numel,), dtype=torch.int64))
+                store.src_set("k", memory, 1)
+                store.src_wait_until_get_finished("k")
+            else:
+                got = store.dest_get("k")
+                assert torch.equal(got, torch.arange(numel))
+                store.dest_finish_get("k")
+
+        on_ranks(body, 2)
+
+    def test_no_room_is_an_error_of_src_set_and_the_store_goes_on(self, monkeypatch):
+        monkeypatch.setenv("DTORCH_FILE_ARENA_BYTES", str(8 << 20))
+
+        def body(store):
+            if store.rank == 0:
+                with pytest.raises(DtorchError, match="DTORCH_FILE_ARENA_BYTES"):
+                    store.src_set("k", values(0, 4 << 20), 1)
+
+                store.src_set("k", values(1, 1 << 16), 1)
+                store.src_wait_until_get_finished("k")
+                store.src_set("small", values(2), 1)
+                store.src_wait_until_get_finished("small")
+            else:
+                assert torch.equal(store.dest_get("k"), values(1, 1 << 16))
+                store.dest_finish_get("k")
+                assert torch.equal(store.dest_get("small"), values(2))
+                store.dest_finish_get("small")
+
+        on_ranks(body, 2)
+
+    def test_borrowed_tensor_outlives_the_store(self):
+        """Who keeps it against the rules reads memory that is still there, whatever is in it."""
+
+        def rank(ctx):
+            with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
+                if store.rank == 0:
+                    store.src_set("k", values(0, 1 << 16), 1)
+                    store.src_wait_until_get_finished("k")
+                    store.barrier()
+                    return None
+
+                got = store.dest_get("k")
+                store.dest_finish_get("k")
+                store.barrier()
+
+            return int(got.sum()) is not None
+
+        assert run_ranks(rank, 2, LIMIT) == [None, True]
+
+
+def held():
+    """Open files, mappings of shared memory, threads, and resident bytes."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:dtorch"), threading.active_count(), resident
+
+
+@pytest.mark.usefixtures("node_each")
+class TestSessions:
+    def test_many_one_after_another_leave_nothing(self, monkeypatch, tmp_path):
+        count = int(os.environ.get("DTORCH_TEST_SESSIONS", "60"))
+        monkeypatch.setenv(VARIABLE, str(tmp_path / "s"))
+
+        def rank(ctx):
+            for number in range(count):
+                with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
+                    if store.rank == 0:
+                        store.src_set("k", values(number, 1 << 15), 1)
+                        store.src_wait_until_get_finished("k")
+                    else:
+                        assert torch.equal(store.dest_get("k"), values(number, 1 << 15))
+                        store.dest_finish_get("k")
+
+        count, wanted = 3, count
+        run_ranks(rank, 2, LIMIT)
+        count, before = wanted, held()
+        run_ranks(rank, 2, LIMIT + wanted)
+        after = held()
+        assert after[:3] == before[:3]
+        assert after[3] - before[3] < 32 << 20
+        assert os.listdir(tmp_path / "s") == []
+
+    def test_other_user_is_refused(self, monkeypatch):
+        def getsockopt(self, level, option, *size):
+            if option == socket.SO_PEERCRED:
+                return struct.pack("3i", os.getpid(), os.getuid() + 1, 0)
+
+            return super(socket.socket, self).getsockopt(level, option, *size)
+
+        monkeypatch.setattr(socket.socket, "getsockopt", getsockopt)
+
+        def rank(ctx):
+            with pytest.raises((DtorchError, StoreTimeoutError)) as caught:
+                ctx.open_store("own", backend="file", timeout=1.0)
+
+            return str(caught.value)
+
+        said = run_ranks(rank, 2, LIMIT)
+        assert f"of user {os.getuid() + 1}, not pid {os.getpid()} of user {os.getuid()}" in said[1]
+
+    def test_goodbye_of_one_rank_is_no_end_for_its_node(self, monkeypatch):
+        monkeypatch.setattr(HOMES, lambda topology: [0, 0, 1, 1])
+
+        def rank(ctx):
+            with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
+                if store.rank in (0, 2):
+                    return
+
+                if store.rank == 1:
+                    store.src_set("k", values(0), 1)
+                    store.src_wait_until_get_finished("k")
+                else:
+                    assert torch.equal(store.dest_get("k"), values(0))
+                    store.dest_finish_get("k")
+                    with pytest.raises(PeerLostError, match="rank"):
+                        store.dest_get("never")
+
+        run_ranks(rank, 4, LIMIT)
+
+    def test_rank_that_raises_is_named_to_those_on_other_nodes(self):
+        seen = []
+
+        def rank(ctx):
+            store = ctx.open_store("own", backend="file", timeout=LIMIT)
+            if ctx.rank == 1:
+                store.barrier()
+                raise KeyError("on purpose")
+
+            store.barrier()
+            try:
+                store.dest_get("never")
+            except PeerLostError as error:
+                seen.append(str(error))
+                raise
+
+        with pytest.raises(RankFailedError, match="on purpose"):
+            run_ranks(rank, 3, LIMIT)
+
+        assert len(seen) == 2
+        assert all("rank 1" in said for said in seen)
+
+
+class TestLink:
+    def test_peer_that_does_not_read_costs_little(self):
+        """What is queued for it is not copied again with each message that follows."""
+        here, there = socket.socketpair()
+        link = Link(here, 1)
+        message = frame("set", body=bytes(16_000))
+        begun = time.process_time()
+        with there:
+            for _ in range(2000):
+                link.queue(message)
+                assert link.flush() in (True, False)
+
+            took = time.process_time() - begun
+            link.close()
+
+        assert took < 0.5
