@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from dtorch_core import streams
-from dtorch_core._shapes import Shape
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer
 from dtorch_file_store.calls import Call
 from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.node import Node
-from dtorch_file_store.offers import Brought
+from dtorch_file_store.offers import Brought, form_of
 from dtorch_file_store.wire import frame
 
 
@@ -33,14 +32,14 @@ class GpuParts:
 
         :raises UnsupportedOperationError: if its memory can't be mapped.
         """
-        shapes = [Shape.of(tensor) for tensor in offer.tensors]
-        brought = Brought(offer.note, shapes, False, offer.tensors, ready=queue.record_event())
+        form = form_of(offer.tensors)
+        brought = Brought(offer.note, form, False, offer.tensors, ready=queue.record_event())
         if not self._node.links:
             return brought, []
 
         tickets = self._gpu.tickets(offer.tensors)
         mark = list(self._gpu.mark(queue))
-        return brought, [offer.note, [shape.to_json() for shape in shapes], False, tickets, mark]
+        return brought, [offer.note, form.text, tickets, mark]
 
     def of(self, call: Call, brought: Sequence[Brought]) -> Iterator[int]:
         """As :meth:`Parts.of`."""
@@ -56,7 +55,7 @@ class GpuParts:
         if queue is None or any(offer.ready is None for offer in brought):
             # Some have brought CPU tensors, or none at all: then they do not mean the same.
             if isinstance(work, Declared):
-                work.results(call.notes, [offer.shapes for offer in brought])
+                work.results(call.notes, [offer.form.shapes for offer in brought])
 
             raise RuntimeError("some ranks have brought CUDA tensors, and some have not")
 

@@ -10,6 +10,7 @@ call goes on while its rank computes.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -34,6 +35,16 @@ from dtorch_file_store.node import Node
 from dtorch_file_store.parts import Parts
 from dtorch_file_store.waiting import Failure, Notice, Waiter, raise_if, settle
 from dtorch_file_store.wire import Message, frame
+
+
+class _Modes(threading.local):
+    """Tensors made in inference mode can be written in it alone, others in it too; and it records no gradients."""
+
+    def __init__(self) -> None:
+        self.inference = torch.inference_mode()  # one for each thread: making it costs as much as a small copy
+
+
+_modes = _Modes()
 
 
 class Joint:
@@ -269,7 +280,7 @@ class Joint:
             error: BaseException | None = None
             ended = False
             try:
-                with torch.inference_mode():
+                with _modes.inference:
                     if call.steps is None:
                         call.steps = self._parts.of(call)
 

@@ -1,8 +1,15 @@
-"""What a rank brings to joint work, as the other processes get to know it: a note, shapes, and small values."""
+"""What a rank brings to joint work, as the other processes get to know it: a note, shapes, and small values.
+
+Programs make the same few calls again and again, so what follows from shapes alone is worked out once.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +24,40 @@ from dtorch_file_store.wire import INLINE_BYTES
 _ALIGNED = 16
 """Tensors begin at multiples of this many bytes of a body: no dtype is larger."""
 
+_MOST = 1000
+"""Forms that are remembered."""
+
+
+class Form:
+    """The shapes and dtypes of a rank's tensors, and where their values lie in a message."""
+
+    __slots__ = ("counts", "offsets", "padding", "shapes", "small", "text")
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.shapes = shapes
+        self.text = json.dumps([shape.to_json() for shape in shapes])
+        """How it travels."""
+        self.counts = [math.prod(shape.sizes) for shape in shapes]
+        nbytes = [count * shape.dtype.itemsize for count, shape in zip(self.counts, shapes, strict=True)]
+        self.padding = [bytes(-each % _ALIGNED) for each in nbytes]
+        *self.offsets, end = accumulate(
+            (each + len(pad) for each, pad in zip(nbytes, self.padding, strict=True)), initial=0
+        )
+        self.small = end <= INLINE_BYTES
+        """The values are sent along."""
+
+
+_by_tensors: dict[tuple[object, ...], Form] = {}
+_by_text: dict[str, Form] = {}
+
 
 class Brought(NamedTuple):
     """One rank's offer, here or in another process."""
 
     note: str
-    shapes: Sequence[Shape]
+    form: Form
     small: bool
-    """Its values were sent along."""
+    """Its values were sent along, or can be."""
     tensors: Sequence[Tensor]
     """Of a rank of this process: its own. Of another: copies of them, if they were sent along, else none."""
     tickets: Sequence[Any] = ()
@@ -33,57 +66,72 @@ class Brought(NamedTuple):
     """On CUDA: where the rank's stream was. An event here, a mark of another process."""
 
 
+def form_of(tensors: Sequence[Tensor]) -> Form:
+    """The form of some tensors."""
+    key = tuple([part for tensor in tensors for part in (tensor.dtype, tensor.shape)])
+    form = _by_tensors.get(key)
+    if form is None:
+        if len(_by_tensors) >= _MOST:
+            _by_tensors.clear()
+
+        form = _by_tensors[key] = Form([Shape.of(tensor) for tensor in tensors])
+
+    return form
+
+
+def form_from(text: str) -> Form:
+    """The form that another process describes."""
+    form = _by_text.get(text)
+    if form is None:
+        if len(_by_text) >= _MOST:
+            _by_text.clear()
+
+        form = _by_text[text] = Form([Shape.from_json(shape) for shape in json.loads(text)])
+
+    return form
+
+
 def own(offer: Offer) -> Brought:
-    """An offer of this process."""
-    small = sum(tensor.nbytes + _ALIGNED for tensor in offer.tensors) <= INLINE_BYTES
-    return Brought(offer.note, [Shape.of(tensor) for tensor in offer.tensors], small, offer.tensors)
+    """An offer of CPU tensors of this process."""
+    form = form_of(offer.tensors)
+    return Brought(offer.note, form, form.small, offer.tensors)
 
 
 def pack(brought: Brought) -> tuple[list[Any], bytes]:
     """What another process needs to know of it: plain values, and a body."""
-    shapes = [shape.to_json() for shape in brought.shapes]
-    if not brought.small:
-        return [brought.note, shapes, False], b""
+    form = brought.form
+    if not form.small:
+        return [brought.note, form.text], b""
 
     parts = []
-    for tensor in brought.tensors:
-        whole = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-        data = to_bytes(whole, compact(whole))
-        parts += [data, bytes(-len(data) % _ALIGNED)]
+    for tensor, padding in zip(brought.tensors, form.padding, strict=True):
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            parts.append(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+        else:
+            whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            parts.append(to_bytes(whole, compact(whole)))
 
-    return [brought.note, shapes, True], b"".join(parts)
+        parts.append(padding)
+
+    return [brought.note, form.text], b"".join(parts)
 
 
 def unpack(home: int, fields: Sequence[Any], body: bytes) -> Brought:
     """What a node has packed."""
-    note, described, small, *device = fields
-    shapes = [Shape.from_json(shape) for shape in described]
+    note, text, *device = fields
+    form = form_from(text)
     if device:
-        return Brought(note, shapes, False, (), tickets=device[0], ready=(home, device[1]))
+        return Brought(note, form, False, (), tickets=device[0], ready=(home, device[1]))
 
-    if not small:
-        return Brought(note, shapes, False, ())
+    if not form.small:
+        return Brought(note, form, False, ())
 
-    tensors, at = [], 0
-    memory = bytearray(body)
-    for shape in shapes:
-        count = shape_numel(shape)
+    memory, tensors = bytearray(body), []
+    for shape, count, offset in zip(form.shapes, form.counts, form.offsets, strict=True):
         if count:
-            tensor = torch.frombuffer(memory, dtype=shape.dtype, count=count, offset=at).view(shape.sizes)
+            flat = torch.frombuffer(memory, dtype=shape.dtype, count=count, offset=offset)
+            tensors.append(flat if len(shape.sizes) == 1 else flat.view(shape.sizes))
         else:
-            tensor = torch.empty(shape.sizes, dtype=shape.dtype)
+            tensors.append(torch.empty(shape.sizes, dtype=shape.dtype))
 
-        tensors.append(tensor)
-        nbytes = count * shape.dtype.itemsize
-        at += nbytes + -nbytes % _ALIGNED
-
-    return Brought(note, shapes, True, tensors)
-
-
-def shape_numel(shape: Shape) -> int:
-    """How many elements a tensor of this shape has."""
-    count = 1
-    for size in shape.sizes:
-        count *= size
-
-    return count
+    return Brought(note, form, True, tensors)

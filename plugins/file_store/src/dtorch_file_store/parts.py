@@ -7,6 +7,7 @@ A part is a generator. It yields the number of an exchange that it can't go on w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +28,19 @@ _LINE_BYTES = 64
 """The halves of a buffer begin at cache lines."""
 
 
+_MOST = 1000
+"""Forms of calls that are remembered."""
+
+
+class Known(NamedTuple):
+    """What follows from the notes and shapes of a call."""
+
+    results: Sequence[Result]
+    written: Sequence[Place]
+    plan: Plan | None
+    """How to go through buffers; None if every value comes along."""
+
+
 class Parts:
     """This node's parts in the calls of one opening."""
 
@@ -43,6 +57,7 @@ class Parts:
         :param calls: those that have not ended, by key.
         """
         self._node, self._memory, self._mapping, self._gpu, self._calls = node, memory, mapping, gpu, calls
+        self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Known] = {}
         self._lent: dict[str, tuple[arena.Block, set[int]]] = {}
         """This node's staging buffers, and the nodes that may still read them."""
         node.handlers["parted"] = self._on_parted
@@ -64,13 +79,13 @@ class Parts:
             return
 
         assert isinstance(work, Declared), "other work is left to the four steps"
-        results = work.results(call.notes, [offer.shapes for offer in brought])
-        call.written = [place for result in results for place in result.targets]
+        known = self._known_of(work, call.notes, brought)
+        call.written = known.written
         tensors = {rank: brought[rank].tensors for rank in node.own_ranks}
-        if all(offer.small for offer in brought) and not any(_rounds_by_place(result.rule) for result in results):
-            _from_values(results, brought, tensors)
+        if known.plan is None:
+            _from_values(known.results, brought, tensors)
         else:
-            yield from self._through_buffers(call, results, brought, tensors)
+            yield from self._through_buffers(call, known.results, known.plan, tensors)
 
     def ended(self, call: Call) -> None:
         """A call has ended here: it reads nothing of the others any more. Under the mutex."""
@@ -85,11 +100,31 @@ class Parts:
         for key in list(self._lent):
             self._give_back(key, node)
 
+    def _known_of(self, work: Declared, notes: Sequence[str], brought: Sequence[Brought]) -> Known:
+        """What follows from the notes and shapes of a call, worked out once for all calls that are alike."""
+        form = tuple(notes), tuple([offer.form.text for offer in brought])
+        known = self._known.get(form)
+        if known is None:
+            shapes = [offer.form.shapes for offer in brought]
+            results = work.results(notes, shapes)
+            written = [place for result in results for place in result.targets]
+            small = all(offer.small for offer in brought)
+            if small and not any(_rounds_by_place(result.rule) for result in results):
+                known = Known(results, written, None)
+            else:
+                known = Known(results, written, Plan(results, shapes, self._node.homes))
+
+            if len(self._known) >= _MOST:
+                self._known.clear()
+
+            self._known[form] = known
+
+        return known
+
     def _through_buffers(
-        self, call: Call, results: Sequence[Result], brought: Sequence[Brought], tensors: dict[int, Sequence[Tensor]]
+        self, call: Call, results: Sequence[Result], plan: Plan, tensors: dict[int, Sequence[Tensor]]
     ) -> Iterator[int]:
         node = self._node
-        plan = Plan(results, [offer.shapes for offer in brought], node.homes)
         flat = Flat(results, tensors)
         half = -(-plan.half_bytes // _LINE_BYTES) * _LINE_BYTES
         halves: dict[int, Sequence[Tensor]] = {}
