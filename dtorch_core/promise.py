@@ -227,6 +227,8 @@ def attach_promise(token: bytes) -> TensorPromise:
     """The right to set that :meth:`TensorPromise.serialize` handed over; whoever attaches it first has it.
 
     :raises ProtocolError: if it is no token, comes from where this backend does not reach, or was attached already.
+    :raises PeerLostError: if the process that made the promise is gone.
+    :raises StoreTimeoutError: if that process does not answer.
     :raises NoBackendError: if the backend that it names is not installed.
     """
     parsed = parse(token)

@@ -141,7 +141,9 @@ class Template:
         self._door, inner = socket.socketpair()
         with inner:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", TEMPLATE, str(inner.fileno())], pass_fds=[inner.fileno()]
+                [sys.executable, "-W", "ignore", "-c", TEMPLATE, str(inner.fileno())],
+                pass_fds=[inner.fileno()],
+                env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # the other check forbids CUDA after a fork
             )
 
         self._door.settimeout(WAIT)

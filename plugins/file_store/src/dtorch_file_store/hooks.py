@@ -35,7 +35,7 @@ def dtorch_register_promises() -> list[BackendSpec]:
             "file",
             "dtorch_file_store.promise:FilePromises",
             probe,
-            capabilities=frozenset({"cpu", "multi_process", "await"}),
+            capabilities=frozenset({"cpu", "cuda", "multi_process", "await"}),
         )
     ]
 

@@ -11,6 +11,7 @@ from dtorch_core import BackendContext, DtorchError, ProtocolError, TensorFuture
 from dtorch_core._promise_slot import Slot
 from dtorch_core.promise import Outcome
 from dtorch_file_store import promise_server
+from dtorch_file_store.promise_cuda import Courier
 from dtorch_file_store.promise_line import Line, Ticket, connect, here
 from dtorch_file_store.promise_packets import pack
 from dtorch_file_store.wire import frame
@@ -74,7 +75,13 @@ class HeldPromise(TensorPromise):
         """
         self._ticket = ticket
         self._line = line
+        self._courier: Courier | None = None
         super().__init__(ctx, ticket.label)
+
+    @property
+    def detour(self) -> str:
+        """Why a CUDA value went through the host's memory; empty where it did not, and until that is known."""
+        return self._courier.detour if self._courier is not None else ""
 
     def cancelled(self) -> bool:
         return self._line is None or self._line.cancelled()
@@ -91,6 +98,11 @@ class HeldPromise(TensorPromise):
 
         if self._line.cancelled():
             self._line.close()
+            return
+
+        if outcome.tensor is not None and outcome.ready is not None:
+            self._courier = Courier(self.label, self._line.part(), outcome.tensor, outcome.ready)
+            self._courier.begin()
             return
 
         packet, fd = pack(f"set_result of {self.label}", outcome)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import sys
 import threading
 import weakref
@@ -18,9 +17,9 @@ from typing import NamedTuple
 
 from dtorch_core._text import seconds
 from dtorch_core.errors import DtorchError, PeerLostError, ProtocolError, StoreTimeoutError
-from dtorch_file_store.promise_packets import new_socket, parse, peer_of, receive, send
-from dtorch_file_store.promise_server import is_alive
-from dtorch_file_store.wire import frame
+from dtorch_file_store.processes import is_alive
+from dtorch_file_store.promise_packets import limit_waits, new_socket, parse, peer_of, receive, send
+from dtorch_file_store.wire import Message, frame
 
 _lines: weakref.WeakSet[Line] = weakref.WeakSet()
 
@@ -70,14 +69,34 @@ class Line:
             if self._fd < 0:
                 return False
 
+            sent = self.say(packet, fd)
+            self.close()
+            return sent
+
+    def say(self, packet: bytes, fd: int | None = None) -> bool:
+        """Send a packet that is not the last; false if nobody waits for it any more."""
+        with self._lock:
             sent = False
             with self._socket() as sock, contextlib.suppress(ConnectionError):
                 send(sock, packet, fd)
                 sent = True
 
             self._cancelled = self._cancelled or not sent
-            self.close()
             return sent
+
+    def answer(self, timeout: float) -> Message | None:
+        """Wait for what the maker says; None if it is gone, or says nothing in time."""
+        with self._lock, self._socket() as sock:
+            limit_waits(sock, timeout)
+            received = receive(sock, 0)
+
+        return parse(received[0]) if received is not None and received[0] else None
+
+    def part(self) -> Line:
+        """The connection for somebody else; this one is closed then, and keeps what it knows."""
+        with self._lock, self._socket() as sock:
+            other, self._fd = Line(sock, self._cancelled), -1
+            return other
 
     def close(self) -> None:
         """The maker then takes the promise for broken, unless something was sent."""
@@ -131,10 +150,7 @@ def connect(ticket: Ticket, timeout: float) -> Line:
         raise DtorchError(f"{who}: no socket can be made: {error.strerror}") from error
 
     with sock:
-        # Not settimeout(): then a connect to a server whose queue is full would fail at once.
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(timeout), int(timeout % 1 * 1_000_000)))
-
+        limit_waits(sock, timeout)
         try:
             sock.connect("\0" + ticket.address)
             _, uid = peer_of(sock)

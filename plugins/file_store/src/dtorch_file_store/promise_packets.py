@@ -28,6 +28,9 @@ from dtorch_file_store.wire import INLINE_BYTES, Message, Reader, frame
 LARGEST = 4 * INLINE_BYTES
 """Bytes of a packet."""
 
+ANSWER = 300.0
+"""Seconds that one process waits for an answer of the other, which may be stopped."""
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")
 
@@ -41,6 +44,16 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     """Pid and user at the other end, as the kernel knows them. Of a listener's end: who made the listener."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
+
+
+def limit_waits(sock: socket.socket, timeout: float) -> None:
+    """Let sends and receives that wait end after so many seconds, with nothing.
+
+    Not settimeout(): then a connect to a server whose queue is full would fail at once.
+    """
+    limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1_000_000))
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def send(sock: socket.socket, packet: bytes, fd: int | None = None) -> None:
@@ -96,17 +109,28 @@ def pack(what: str, outcome: Outcome) -> tuple[bytes, int | None]:
 
         return frame("long", len(packet)), _file_of(what, memoryview(packet))
 
-    tensor = outcome.tensor
-    if tensor is None:
-        return frame("void"), None
+    return (frame("void"), None) if outcome.tensor is None else pack_value(what, outcome.tensor)
 
+
+def pack_value(what: str, tensor: Tensor, kind: str = "", about: str = "") -> tuple[bytes, int | None]:
+    """A CPU tensor as a packet, and the descriptor to send with it, which the caller closes.
+
+    :param what: opens the message of an error.
+    :param kind: of a message that has the usual one among its fields, behind ``about``.
+    :raises NoRoomError: if there is no memory for a large value.
+    """
     layout = compact(tensor)
-    if layout.nbytes <= INLINE_BYTES:
-        return frame("value", layout.to_json(), body=to_bytes(tensor, layout)), None
+    small = layout.nbytes <= INLINE_BYTES
+    usual = "value" if small else "file"
+    body = to_bytes(tensor, layout) if small else b""
+    described = layout.to_json()
+    packet = frame(kind, usual, about, described, body=body) if kind else frame(usual, described, body=body)
+    if small:
+        return packet, None
 
     stored = _as_stored(tensor, layout)
     memory = (ctypes.c_char * layout.nbytes).from_address(stored.data_ptr())
-    return frame("file", layout.to_json()), _file_of(what, memoryview(memory).cast("B"))
+    return packet, _file_of(what, memoryview(memory).cast("B"))
 
 
 def unpack(message: Message, fds: list[int], sender: str) -> Outcome:

@@ -24,11 +24,12 @@ from torch import Tensor
 from dtorch_core._promise_slot import Slot
 from dtorch_core.errors import BrokenPromiseError, DtorchError
 from dtorch_core.future import Outcome
+from dtorch_file_store.processes import how_it_ended
+from dtorch_file_store.promise_cuda import KINDS, Arrival
 from dtorch_file_store.promise_packets import new_socket, parse, peer_of, receive, send, unpack
 from dtorch_file_store.wire import Message, frame
 
 _BACKLOG = 4096
-_EXITING = 0x4  # PF_EXITING
 _LINGER = 0.1
 """Seconds that a server without a promise is kept: to start its thread costs more than all else that a promise does."""
 
@@ -214,7 +215,7 @@ class Server:
 
     def _read(self, line: _Line) -> None:
         """All that has come."""
-        while line.socket.fileno() >= 0:
+        while self._lines.get(line.socket.fileno()) is line:
             received = receive(line.socket)
             if received is None:
                 return
@@ -274,8 +275,20 @@ class Server:
         slot.when_over(partial(_over, weakref.ref(self), weakref.ref(line)))
 
     def _bring(self, line: _Line, message: Message, fds: list[int]) -> None:
+        if message.kind in KINDS:
+            self._begin(line, message, fds)
+            return
+
         outcome = unpack(message, fds, f"pid {line.pid}")
         _settle(self._close(line), outcome)
+
+    def _begin(self, line: _Line, message: Message, fds: list[int]) -> None:
+        """A value from the GPU: what is left to do may block, and is another thread's."""
+        slot = self._part(line)
+        assert slot is not None, "who brings something has attached it"
+        taken = list(fds)
+        fds.clear()
+        Arrival(slot.label, line.socket, line.pid, message, taken, partial(_settle, slot)).begin()
 
     def _call_off(self, line: _Line) -> None:
         """Tell the holder that nobody waits. What it sent before still counts: it may have handed it on."""
@@ -303,10 +316,15 @@ class Server:
 
     def _close(self, line: _Line) -> Slot | None:
         """What its holder had the right to set."""
+        slot = self._part(line)
+        line.socket.close()
+        return slot
+
+    def _part(self, line: _Line) -> Slot | None:
+        """As :meth:`_close`, but the connection stays open, and is the caller's."""
         if self._lines.pop(line.socket.fileno(), None) is not None:
             self._selector.unregister(line.socket)
 
-        line.socket.close()
         self._held.discard(line)
         slot, line.slot = line.slot, None
         return slot
@@ -354,36 +372,6 @@ def claim(address: str, secret: str) -> Slot | None:
     """The right to set a promise that waits in this process; None if it does not, or the address is of another one."""
     server = _current
     return server.claim(secret) if server is not None and server.address == address else None
-
-
-def how_it_ended(pid: int) -> str:
-    """How a process ended that has just closed its end, as far as it can be seen."""
-    flags, code = _state_of(pid)
-    if flags is None:
-        return "ended without setting it"
-
-    if not flags & _EXITING:
-        return "closed its connection without setting it"
-
-    number = code & 0x7F
-    return f"was killed by signal {number}" if number else f"exited with status {code >> 8} without setting it"
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
-    flags, _ = _state_of(pid)
-    return flags is not None and not flags & _EXITING
-
-
-def _state_of(pid: int) -> tuple[int | None, int]:
-    """The kernel's flags of a process, and the code with which it ends; it is there before the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None, 0
-
-    return int(fields[6]), int(fields[49])
 
 
 def _over(server: weakref.ref[Server], line: weakref.ref[_Line], future: Future[Tensor | None]) -> None:
