@@ -32,7 +32,7 @@ LEASE = 0.002
 """Seconds without a waiting thread after which the background thread reads: it does not compete with threads that
 wait again and again, and a request of another process finds somebody who answers."""
 
-LOOKING = 50e-6
+LOOKING = 100e-6
 """Seconds that a thread looks for messages before it sleeps. (Measured: what takes 140 us there and back between two
 that sleep takes 40 us between two that look.)"""
 
