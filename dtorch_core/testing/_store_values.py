@@ -44,7 +44,10 @@ def _dtypes() -> list[torch.dtype]:
     return copied
 
 
-def _of_dtype(dtype: torch.dtype, device: str) -> Tensor:
+DTYPES = _dtypes()
+
+
+def of_dtype(dtype: torch.dtype, device: str) -> Tensor:
     """Six elements whose bytes count up: right for a dtype that has no arithmetic, too."""
     raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
     return (raw % 2 if dtype is torch.bool else raw).view(dtype).to(device)
@@ -78,17 +81,17 @@ class ValueTests(StoreConformance):
     """Any strided dense tensor arrives as it is, and nothing else is let in."""
 
     @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-    @pytest.mark.parametrize("dtype", _dtypes(), ids=lambda dtype: str(dtype).removeprefix("torch."))
+    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
     def test_dtype_arrives_bit_for_bit(self, dtype: torch.dtype, device: str) -> None:
         def body(store: TensorStore) -> None:
             if store.rank == 0:
-                store.src_set("k", _of_dtype(dtype, device), 1)
+                store.src_set("k", of_dtype(dtype, device), 1)
                 store.src_wait_until_get_finished("k")
                 return
 
             got = store.dest_get("k")
             assert (got.dtype, got.shape, str(got.device)) == (dtype, (6,), device)
-            assert torch.equal(got.cpu().view(torch.uint8), _of_dtype(dtype, "cpu").view(torch.uint8))
+            assert torch.equal(got.cpu().view(torch.uint8), of_dtype(dtype, "cpu").view(torch.uint8))
             store.dest_finish_get("k")
 
         self.ranks(body, 2, device)
@@ -99,7 +102,7 @@ class ValueTests(StoreConformance):
             wanted = LAYOUTS[layout]()
             if store.rank == 0:
                 # The view is made on the device: a copy there would not have its layout.
-                store.src_set("k", _moved(wanted, device), 1)
+                store.src_set("k", moved(wanted, device), 1)
                 store.src_wait_until_get_finished("k")
                 return
 
@@ -427,7 +430,7 @@ class _Wrapper(Tensor):
         raise NotImplementedError(f"{func} of a wrapper")
 
 
-def _moved(view: Tensor, device: str) -> Tensor:
+def moved(view: Tensor, device: str) -> Tensor:
     """The same view, of a copy of its whole storage on ``device``."""
     if device == "cpu":
         return view
