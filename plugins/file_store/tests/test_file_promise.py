@@ -43,7 +43,7 @@ from dtorch_core.testing import PromiseTests
 from dtorch_core.testing._harness import Background
 from dtorch_core.testing._held import Held, left_behind
 from dtorch_core.testing._store_base import coded, same
-from dtorch_core.testing._store_values import LAYOUTS, _dtypes, _of_dtype
+from dtorch_core.testing._store_values import DTYPES, LAYOUTS, of_dtype
 
 WAIT = 30.0
 SOON = 2.0
@@ -285,20 +285,20 @@ class TestValues(Clean):
         assert got.untyped_storage().nbytes() <= wanted.nbytes
 
     @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-    @pytest.mark.parametrize("dtype", _dtypes(), ids=lambda dtype: str(dtype).removeprefix("torch."))
+    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
     def test_dtype_arrives_bit_for_bit(self, dtype: torch.dtype, worker: Worker) -> None:
         token, future = handed()
         worker.do(
             """
-            from dtorch_core.testing._store_values import _of_dtype
-            attach_promise(token).set_result(_of_dtype(dtype, "cpu"))
+            from dtorch_core.testing._store_values import of_dtype
+            attach_promise(token).set_result(of_dtype(dtype, "cpu"))
             """,
             token=token,
             dtype=dtype,
         )
         got = value_of(future)
         assert (got.dtype, got.shape) == (dtype, (6,))
-        assert torch.equal(got.view(torch.uint8), _of_dtype(dtype, "cpu").view(torch.uint8))
+        assert torch.equal(got.view(torch.uint8), of_dtype(dtype, "cpu").view(torch.uint8))
 
     @pytest.mark.parametrize("nbytes", [INLINE_BYTES - 4, INLINE_BYTES, INLINE_BYTES + 4, 4096 * 5, 64 << 20])
     def test_size_does_not_matter(self, nbytes: int, worker: Worker) -> None:
