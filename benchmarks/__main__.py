@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from benchmarks import collectives, exchange, goals, report
-from benchmarks.cells import OPERATIONS, Cell
+from benchmarks import collectives, exchange, goals, processes, report
+from benchmarks.cells import OPERATIONS
 from benchmarks.load import OthersLoad
-from benchmarks.timing import Series
+
+TABLES = ["collectives", "exchange", "processes"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,36 +30,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes=options.bytes,
     )
     about, load = report.setting(options.device), OthersLoad()
-    both: dict[Cell, Series] = {} if options.only == "exchange" else collectives.measure(plan, _progress)
-    steps: dict[int, Series] = {}
-    if options.only == "exchange" or (options.only is None and options.device == "cpu"):
-        steps = exchange.measure(rounds, _progress)
+    wanted = [options.only] if options.only else TABLES if options.device == "cpu" else TABLES[:1]
+    measured = report.Measured()
+    if "collectives" in wanted:
+        measured.collectives = collectives.measure(plan, _progress)
+
+    if "exchange" in wanted:
+        measured.exchange = exchange.measure(rounds, _progress)
+
+    if "processes" in wanted:
+        measured.of_processes = processes.collectives(rounds, plan.operations, _progress)
+        measured.between_processes = processes.exchange(rounds, _progress)
 
     share = load.share()
     about["taken by other programs"] = "unknown" if share is None else f"{share:.0%} of the cores' time"
-    found = [*goals.of_collectives(both), *goals.of_exchange(steps)]
+    found = list(goals.of_all(measured))
     if options.json:
-        print(json.dumps(report.to_dict(about, both, steps, found), indent=1))
+        print(json.dumps(report.to_dict(about, measured, found), indent=1))
     else:
-        print("\n".join(_text(about, rounds, both, steps, found)))
+        print("\n".join(_text(about, rounds, measured, found)))
 
 
 def _text(
-    about: Mapping[str, str],
-    rounds: int,
-    both: Mapping[Cell, Series],
-    steps: Mapping[int, Series],
-    found: Sequence[goals.Goal],
+    about: Mapping[str, str], rounds: int, measured: report.Measured, found: Sequence[report.Goal]
 ) -> Iterator[str]:
     yield ", ".join(f"{name} {value}" for name, value in about.items())
     yield f"medians of {rounds} rounds, the slowest rank's time; ratios are medians of the rounds' ratios"
-    if both:
+    for table in report.tables(measured):
         yield ""
-        yield from report.collectives_table(both)
-
-    if steps:
-        yield ""
-        yield from report.exchange_table(steps)
+        yield from table
 
     if found:
         yield ""
@@ -67,10 +67,10 @@ def _text(
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", choices=["collectives", "exchange"], help="one of the two tables")
+    parser.add_argument("--only", choices=TABLES, help="these tables only")
     parser.add_argument("--quick", action="store_true", help="2 ranks, 5 rounds: about a minute")
     parser.add_argument("--json", action="store_true", help="everything as JSON, with each round's seconds")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda:0 with all ranks on it (collectives only)")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda:0 with all ranks on it (thread ranks only)")
     parser.add_argument("--gloo", action=argparse.BooleanOptionalAction, help="Gloo too (default: on the CPU)")
     parser.add_argument("--ranks", type=int, nargs="+", help="world sizes (default: 2 4)")
     parser.add_argument("--rounds", type=int, help="measurements of each subject (default: 15)")

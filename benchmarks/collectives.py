@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.cells import OPERATIONS, Buffers, Cell, size
 from benchmarks.floors import Floor, HandOff
-from benchmarks.gloo import Gloo, GlooSubject
+from benchmarks.gloo import gloo_crew, gloo_subject
 from benchmarks.groups import Ours, Threaded, ThreadSubject
 from benchmarks.team import Team
 from benchmarks.timing import Series, Subject, interleave
@@ -44,14 +44,14 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> dict[Cell, Series]:
             team = stack.enter_context(closing(Team(ranks)))
             ours = stack.enter_context(closing(Ours(team, plan.device)))
             threaded = stack.enter_context(closing(Threaded(team)))
-            gloo = stack.enter_context(closing(Gloo(ranks))) if plan.gloo else None
+            gloo = stack.enter_context(closing(gloo_crew(ranks))) if plan.gloo else None
             for cell in plan.cells(ranks):
                 progress(f"{cell.operation}, {size(cell.nbytes)}, {ranks} ranks")
                 buffers = [Buffers.of(cell, rank) for rank in range(ranks)]
                 subjects: list[Subject] = [ThreadSubject(group, team, cell, buffers) for group in (ours, threaded)]
                 subjects.append(HandOff(team) if cell.small else Floor(team, cell, buffers))
                 if gloo is not None:
-                    subjects.append(GlooSubject(gloo, cell))
+                    subjects.append(gloo_subject(gloo, cell))
 
                 results[cell] = interleave(subjects, plan.rounds)
 

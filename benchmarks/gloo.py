@@ -1,86 +1,38 @@
-"""Gloo between processes of this machine, measured by turns with the thread ranks of the parent."""
+"""Gloo between processes of this machine, measured by turns with other ranks."""
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.cells import Buffers, Cell
-from benchmarks.team import PATIENCE, pin, timed
+from benchmarks.crew import Crew, CrewSubject, Timed, answer
+from benchmarks.team import timed
 
 GLOO = "Gloo"
 
 
-class Gloo:
-    """The processes of one world. They sleep while others are measured."""
-
-    def __init__(self, ranks: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        meeting = str(Path(self._folder.name) / "meeting")
-        self._pipes, self._processes = [], []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, meeting, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def ask(self, *question: object) -> list[float]:
-        """Every rank's answer."""
-        for pipe in self._pipes:
-            pipe.send(question)
-
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(PATIENCE):
-                raise TimeoutError(f"Gloo, rank {rank}: no answer to {question}")
-
-            answers.append(pipe.recv())
-
-        return answers
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(("end",))
-
-        for process in self._processes:
-            process.join(PATIENCE)
-
-        self._folder.cleanup()
+def gloo_crew(ranks: int) -> Crew:
+    """Processes that know Gloo's collectives."""
+    return Crew(ranks, _serve)
 
 
-class GlooSubject:
+def gloo_subject(crew: Crew, cell: Cell) -> CrewSubject:
     """One collective of Gloo."""
-
-    name = GLOO
-
-    def __init__(self, gloo: Gloo, cell: Cell) -> None:
-        self._gloo = gloo
-        gloo.ask("prepare", cell)
-
-    def time(self, count: int) -> float:
-        return max(self._gloo.ask("time", count))
+    return CrewSubject.of(GLOO, crew, cell)
 
 
 def _serve(rank: int, ranks: int, meeting: str, pipe: Connection) -> None:
-    pin(rank)
     dist.init_process_group("gloo", store=dist.FileStore(meeting, ranks), rank=rank, world_size=ranks)
-    call: Callable[[], object] = dist.barrier
-    while (question := pipe.recv())[0] != "end":
-        if question[0] == "prepare":
-            call = _call(question[1], Buffers.of(question[1], rank))
-            pipe.send(0.0)
-        else:
-            pipe.send(timed(call, question[1]))
 
+    def prepare(cell: Cell) -> Timed:
+        return partial(timed, _call(cell, Buffers.of(cell, rank)))
+
+    answer(pipe, prepare)
     dist.destroy_process_group()
 
 

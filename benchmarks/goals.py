@@ -1,15 +1,16 @@
-"""What the measurements are held to: ratios within one run, for thread ranks."""
+"""What the measurements are held to: ratios within one run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from benchmarks.cells import Cell, size
-from benchmarks.exchange import CROWD
+from benchmarks.exchange import CROWD, QUEUE
 from benchmarks.floors import FLOOR, HAND_OFF
 from benchmarks.gloo import GLOO
 from benchmarks.groups import DTORCH, THREADED
+from benchmarks.processes import EMPTY, MEMCPY, PUBLISH, SIZES, STEPS, named
+from benchmarks.report import Goal, Measured
 from benchmarks.timing import Series
 
 RANKS = 2
@@ -18,20 +19,17 @@ ON_CUDA = 256 * 2**20, 0.6e-3
 """all_reduce of so many bytes by two ranks of one H200 takes at most so many seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A bound and what was measured."""
+OF_PROCESSES = {"all_reduce": 4.0, "all_gather": 5.5, "reduce_scatter": 6.0, "all_to_all": 1.8}
+"""How many times as fast as Gloo collectives of 64 MiB by two process ranks are."""
 
-    text: str
-    measured: float
-    at_least: float | None = None
-    at_most: float | None = None
 
-    @property
-    def held(self) -> bool:
-        return (self.at_least is None or self.measured >= self.at_least) and (
-            self.at_most is None or self.measured <= self.at_most
-        )
+def of_all(measured: Measured) -> Iterator[Goal]:
+    """Those goals of which the measurements were made."""
+    yield from of_collectives(measured.collectives)
+    yield from of_exchange(measured.exchange)
+    yield from of_processes(measured.of_processes)
+    if measured.between_processes is not None:
+        yield from between_processes(measured.between_processes)
 
 
 def of_collectives(results: Mapping[Cell, Series]) -> Iterator[Goal]:
@@ -77,3 +75,25 @@ def of_exchange(results: Mapping[int, Series]) -> Iterator[Goal]:
         text = f"exchange, {size(nbytes)}"
         yield Goal(f"{text}: times a bare hand-off there and back", series.ratio(steps, HAND_OFF), at_most=1.4)
         yield Goal(f"{text}: times as long with {CROWD} other waits", series.ratio(crowded, steps), at_most=1.3)
+
+
+def of_processes(results: Mapping[Cell, Series]) -> Iterator[Goal]:
+    """Collectives of process ranks beside Gloo's."""
+    for cell, series in results.items():
+        least = OF_PROCESSES.get(cell.operation) if cell.nbytes == LARGE else 3.5 if cell.small else None
+        if least is not None:
+            what = f"{cell.operation}, {size(cell.nbytes)}" if cell.nbytes else cell.operation
+            yield Goal(f"{what}, processes: times as fast as {GLOO}", series.ratio(GLOO, DTORCH), least)
+
+
+def between_processes(series: Series) -> Iterator[Goal]:
+    """The four steps between processes beside a queue; what publishing costs."""
+    for nbytes, least in zip(SIZES, (5, 8), strict=True):
+        speedup = series.ratio(named(QUEUE, nbytes), named(STEPS, nbytes))
+        yield Goal(f"{named(STEPS, nbytes)}, processes: times as fast as {QUEUE}", speedup, least)
+
+    small, large = SIZES
+    copies = series.ratio(named(PUBLISH, large), named(MEMCPY, large))
+    yield Goal(f"{named(PUBLISH, large)}, processes: times a {MEMCPY}", copies, at_most=1.7)
+    same = series.ratio(named(f"{PUBLISH} {EMPTY}", large), named(PUBLISH, small))
+    yield Goal(f"{named(f'{PUBLISH} {EMPTY}', large)}, processes: times that of 1 KiB", same, at_most=1.5)

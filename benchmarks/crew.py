@@ -1,0 +1,96 @@
+"""Rank processes that stay: each is pinned to a core, and answers what the main process asks of all of them at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from benchmarks.team import PATIENCE, pin
+
+Timed = Callable[[int], float]
+"""Seconds for one call, from so many calls in a row."""
+
+Serve = Callable[[int, int, str, Connection], None]
+"""What a process does: its rank, the world size, the path of a file to meet at, and where it is asked."""
+
+
+class Crew:
+    """The processes of one world. They sleep while others are measured."""
+
+    def __init__(self, ranks: int, serve: Serve) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        meeting = str(Path(self._folder.name) / "meeting")
+        self._pipes, self._processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run, args=(serve, rank, ranks, meeting, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def ask(self, *question: object) -> list[float]:
+        """Every rank's answer."""
+        for pipe in self._pipes:
+            pipe.send(question)
+
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(PATIENCE):
+                raise TimeoutError(f"rank {rank}: no answer to {question}")
+
+            answers.append(pipe.recv())
+
+        return answers
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(("end",))
+
+        for process in self._processes:
+            process.join(PATIENCE)
+
+        self._folder.cleanup()
+
+
+@dataclass(frozen=True, slots=True)
+class CrewSubject:
+    """One thing that a crew does; its time is that of the slowest rank."""
+
+    name: str
+    crew: Crew
+
+    @classmethod
+    def of(cls, name: str, crew: Crew, *what: object) -> CrewSubject:
+        """Let the crew prepare ``what``; it forgets what it had under this name."""
+        crew.ask("prepare", name, *what)
+        return cls(name, crew)
+
+    def time(self, count: int) -> float:
+        return max(self.crew.ask("time", self.name, count))
+
+
+def answer(pipe: Connection, prepare: Callable[..., Timed]) -> None:
+    """Serve until the crew is closed.
+
+    :param prepare: makes what is timed.
+    """
+    prepared: dict[str, Timed] = {}
+    while (question := pipe.recv())[0] != "end":
+        kind, name, *rest = question
+        if kind == "prepare":
+            prepared.pop(name, None)  # its tensors
+            prepared[name] = prepare(*rest)
+            pipe.send(0.0)
+        else:
+            pipe.send(prepared[name](*rest))
+
+
+def _run(serve: Serve, rank: int, ranks: int, meeting: str, pipe: Connection) -> None:
+    pin(rank)
+    serve(rank, ranks, meeting, pipe)
