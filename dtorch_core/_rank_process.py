@@ -28,7 +28,10 @@ from dtorch_core._reasons import Kind
 from dtorch_core._scope import Scope
 from dtorch_core._text import one_line
 
-ALONE = 1
+FAILED = 1
+"""Exit status of a process in which a rank has failed, or was ended; it has told its caller more."""
+
+ALONE = 2
 """Exit status of a process whose caller is gone."""
 
 _SLACK = 1.0
@@ -58,20 +61,23 @@ def main(end: socket.socket, plan: Plan, _: object) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gc.freeze()  # what has been imported lasts anyway; to look through it once more at the end takes half a second
     caller = _Caller(Line(end, waits=True), plan)
-    busy = False
+    run: Run | None = None
     try:
-        busy = _run(plan, caller)
+        run = _run(plan, caller)
     except BaseException as error:  # before the ranks ran: it is the failure of each of them
         for rank in plan.devices:
             caller.line.send(Word.FAILURE, rank, _parcel.wrap_error(error))
 
     caller.line.send(Word.DONE)
     caller.over.set()
-    if busy:
+    if run is not None and run.busy:
         # What a rank is still doing must not keep the interpreter from ending.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(FAILED)
+
+    if run is None or run.failures:
+        sys.exit(FAILED)
 
 
 class _Caller:
@@ -139,8 +145,8 @@ class _Caller:
         os._exit(ALONE)
 
 
-def _run(plan: Plan, caller: _Caller) -> bool:
-    """Whether ranks were left busy."""
+def _run(plan: Plan, caller: _Caller) -> Run:
+    """The run, once it is over."""
     fn, args = _parcel.unwrap(caller.work.result())
     rendezvous = dist.TCPStore("127.0.0.1", plan.port, is_master=False, wait_for_workers=False)
 
@@ -163,7 +169,7 @@ def _run(plan: Plan, caller: _Caller) -> bool:
         _tell(run, plan, caller)
         run.join()
 
-    return bool(run.busy)
+    return run
 
 
 def _wrapped(result: object, rank: int) -> bytes:

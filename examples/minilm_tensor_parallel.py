@@ -39,10 +39,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dtorch_core
-from dtorch_core import DtorchError, RankFailedError, TensorFuture, make_promise, spawn
+from dtorch_core import BrokenPromiseError, DtorchError, RankFailedError, TensorFuture, make_promise, spawn
 from dtorch_core.cli import main as dtorch
 
 TOLERANCE = 1e-5
+
+GRACE = 10.0
+"""Seconds that a run with a failed rank may take to end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,7 +131,12 @@ def value(future: TensorFuture, run: Future[list[Traffic]]) -> Tensor:
     if run.done() and not future.done():
         run.result()
 
-    embeddings = future.result(0)
+    try:
+        embeddings = future.result(0)
+    except BrokenPromiseError:
+        run.result(GRACE)  # its rank is gone, and the run is about to say why
+        raise
+
     assert embeddings is not None, "the promise is not a void one"
     return embeddings.cpu()
 
