@@ -78,6 +78,11 @@ class Presence:
     def lost(self, rank: int, gone: Iterable[int], what: str) -> Failure:
         """The failure of a wait that ranks which closed their handles could have satisfied."""
         ranks = list(gone)
+        if any(other in self.died for other in ranks):  # its goodbye came before everybody knew of its death
+            ended = self.ended(rank, what)
+            assert ended is not None, "a rank has died"
+            return ended
+
         pids = ", ".join(str(pid) for pid in sorted({self.pids[other] for other in ranks}))
         text = (
             f"{self.me(rank)}, {what}: {rank_list(ranks)} (pid {pids}) {'has' if len(ranks) == 1 else 'have'} "
