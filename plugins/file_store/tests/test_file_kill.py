@@ -543,6 +543,8 @@ class TestDirectory:
             process.do("close")
 
         monkeypatch.setenv(directory.VARIABLE, ranks.sessions)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+        monkeypatch.setattr(tempfile, "tempdir", os.path.dirname(ranks.sessions))  # no other place for sessions
         assert [(session.token, session.name, session.alive) for session in directory.clean_dead()] == [
             (dead, "kill", False)
         ]
