@@ -39,6 +39,7 @@ from dtorch_core import (
     attach_promise,
     make_promise,
 )
+from dtorch_core.future import Outcome
 from dtorch_core.testing import PromiseTests
 from dtorch_core.testing._harness import Background
 from dtorch_core.testing._held import Held, left_behind
@@ -225,7 +226,7 @@ def ticket_of(token: bytes) -> Ticket:
     return Ticket(*json.loads(b64decode(json.loads(token)["token"])))
 
 
-def with_ticket(token: bytes, **changed: object) -> bytes:
+def with_ticket(token: bytes, **changed: Any) -> bytes:
     ticket = ticket_of(token)._replace(**changed)
     return json.dumps({**json.loads(token), "token": b64encode(json.dumps(ticket).encode()).decode()}).encode()
 
@@ -583,6 +584,19 @@ class TestHandOver(Clean):
         with pytest.raises(ProtocolError, match=r"user with id 0\b"):
             victim.do("attach_promise(token)", token=token)
 
+        # Nor does its maker listen to whoever leaves out the question.
+        assert "user with id 0" in victim.do(
+            """
+            from dtorch_file_store import promise_packets, wire
+            sock = promise_packets.new_socket()
+            sock.connect("\\0" + address)
+            try: sock.send(wire.frame("hello", secret))
+            except OSError: pass
+            answer = str(promise_packets.parse(promise_packets.receive(sock, 0)[0]))
+            """,
+            address=ticket_of(token).address,
+            secret=ticket_of(token).secret,
+        )
         assert not future.done()
         attach_promise(token).set_result(None)
 
@@ -607,6 +621,29 @@ class TestHandOver(Clean):
         assert not future.done()
         promise.set_result(coded(1, BIG))
         assert same(value_of(future), coded(1, BIG))
+
+    def test_token_is_good_before_its_handing_over_was_read(self) -> None:
+        """The next holder connects first; then the one before hands on; then the next one asks."""
+        (blocking, first), (token, future) = handed(), handed()
+        busy, go_on = threading.Event(), threading.Event()
+
+        def block(_: object) -> None:
+            busy.set()
+            assert go_on.wait(WAIT)
+
+        first.add_done_callback(block)
+        holder = connect(ticket_of(token), WAIT)
+        connect(ticket_of(blocking), WAIT).send(frame("void"))
+        assert busy.wait(WAIT)
+        with promise_packets.new_socket() as sock:
+            sock.settimeout(WAIT)
+            sock.connect("\0" + ticket_of(token).address)
+            assert holder.send(frame("handed over", "a new secret"))
+            sock.send(frame("hello", "a new secret"))
+            go_on.set()
+            assert promise_packets.parse(sock.recv(1000)).kind == "yours"
+            sock.send(frame("void"))
+            assert future.result(WAIT) is None
 
     def test_future_stays_with_the_maker(self, worker: Worker) -> None:
         token, future = handed()
@@ -790,7 +827,7 @@ class TestMany(Clean):
                     attach_promise(token).set_result(torch.arange(3) + start)
                 else:
                     line = connect(ticket_of(token), WAIT)
-                    line.send(*promise_packets.pack("test", promise_packets.Outcome(torch.arange(3) + start)))
+                    line.send(*promise_packets.pack("test", Outcome(torch.arange(3) + start)))
 
                 assert value_of(future).tolist() == [start, start + 1, start + 2]
 

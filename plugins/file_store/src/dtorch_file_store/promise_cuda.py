@@ -219,7 +219,7 @@ class Arrival(threading.Thread):
                 self._say(frame("done"))
                 return outcome
             except (DtorchError, RuntimeError) as error:  # torch's own are the latter
-                self._say(frame("stage", str(error)))
+                self._say(frame("stage", str(error)[:4000]))
                 self._hear()
 
         if self._message.kind != "staged":

@@ -160,7 +160,9 @@ def connect(ticket: Ticket, timeout: float) -> Line:
                     f"is handed over between processes of one user"
                 )
 
-            send(sock, frame("hello", ticket.secret))
+            with contextlib.suppress(ConnectionError):  # it may have refused already, and said why
+                send(sock, frame("hello", ticket.secret))
+
             received = receive(sock, 0)
         except BlockingIOError:
             received = None

@@ -194,6 +194,7 @@ class Server:
 
             line = self._lines[sock.fileno()] = _Line(sock, pid)
             self._selector.register(sock, selectors.EVENT_READ, partial(self._read, line))
+            self._read(line)  # what it wants is mostly there by now
 
     def _turn_away(self, error: OSError) -> None:
         """There is no descriptor for who connects. With the spare one it is told so: it would wait for ever."""
