@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,14 @@ from dtorch_file_store.waiting import Waiter
 
 LINE = "\n"
 """A note's first line says what the work is; the rest is data."""
+
+
+class Held(NamedTuple):
+    """A rank's CUDA tensors, which the work reads and writes until it is done."""
+
+    tensors: Sequence[Tensor]
+    copies: Sequence[Tensor | None] = ()
+    """What it reads and writes in their place: for each one that others can't map. Empty if they can map all."""
 
 
 class Call:
@@ -36,6 +44,7 @@ class Call:
         "offers",
         "parted",
         "queue",
+        "returned",
         "running",
         "said",
         "steps",
@@ -52,7 +61,7 @@ class Call:
         """From the first rank of this node; all bring the same, or it says what is wrong."""
         self.notes: Sequence[str] = ()
         self.written: Sequence[Place] = ()
-        """On the CPU, the tensors that it writes, of all ranks."""
+        """The tensors that it writes, of all ranks; where that is asked for."""
         self.waiters: list[Waiter] = []
         self.notices: list[Waiter] = []
         """Told at the end only, while waiters are also woken to go on."""
@@ -66,8 +75,10 @@ class Call:
         """On CUDA, the stream of the first rank of this node."""
         self.done: tuple[Any, ...] = ()
         """On CUDA, the points of streams behind which the work is done."""
-        self.held: dict[int, Sequence[Tensor]] = {}
+        self.held: dict[int, Held] = {}
         """On CUDA, this node's tensors until their rank's stream is behind the work."""
+        self.returned: dict[int, torch.cuda.Event] = {}
+        """On CUDA, when the values came back from copies, by rank."""
         self.dropped: set[int] = set()
         """Ranks whose ticket was dropped before they had waited."""
         self.said: dict[int, int] = {}

@@ -1,20 +1,22 @@
 """Collectives of processes that share a GPU: one node does the work for all, on tensors that it maps.
 
 Each switch of the GPU between two processes costs more than a small collective. So nobody but the first node touches
-the tensors: it waits on the device for what the others' streams have queued, works, and they wait for that.
+the tensors: it waits on the device for what the others' streams have queued, works, and they wait for that. Only where
+it can't map a tensor, the tensor's owner brings a copy, and takes the result back out of it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from dtorch_core import streams
+from dtorch_core import AbortedError, UnsupportedOperationError, streams
 from dtorch_core.declared import Declared
-from dtorch_core.joint import Offer
-from dtorch_file_store.calls import Call
+from dtorch_core.joint import Offer, Work
+from dtorch_file_store.calls import Call, Held
 from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.node import Node
 from dtorch_file_store.offers import Brought, form_of
@@ -26,31 +28,40 @@ class GpuParts:
 
     def __init__(self, node: Node, gpu: Gpu) -> None:
         self._node, self._gpu = node, gpu
+        self._returning = threading.Lock()
 
-    def offered(self, offer: Offer, queue: torch.cuda.Stream) -> tuple[Brought, list[Any]]:
+    def offered(self, offer: Offer, queue: torch.cuda.Stream, work: Work) -> tuple[Brought, list[Any], Held]:
         """An offer of this process, and what others need to know of it.
 
-        :raises UnsupportedOperationError: if its memory can't be mapped.
+        :raises UnsupportedOperationError: if others can't map its memory, and the work can't be done on copies.
         """
-        form = form_of(offer.tensors)
-        brought = Brought(offer.note, form, False, offer.tensors, ready=queue.record_event())
-        if not self._node.links:
-            return brought, []
+        node, gpu, form = self._node, self._gpu, form_of(offer.tensors)
+        ready = queue.record_event() if gpu.shared else queue
+        brought = Brought(offer.note, form, False, offer.tensors, ready=ready)
+        held = Held(offer.tensors)
+        if not node.links:
+            return brought, [], held
 
-        tickets = self._gpu.tickets(offer.tensors)
-        mark = list(self._gpu.mark(queue))
-        return brought, [offer.note, form.text, tickets, mark]
+        tickets: list[Any] = []
+        if node.index != self._worker:
+            gpu.tell_freed()
+            offers = [gpu.offer(tensor, queue) for tensor in offer.tensors]
+            tickets = [ticket for ticket, _ in offers]
+            copies = [copy for _, copy in offers]
+            if any(copy is not None for copy in copies):
+                held = Held(offer.tensors, copies)
+                if not isinstance(work, Declared):
+                    self._give_back(held, queue)
+                    raise UnsupportedOperationError(
+                        f"{node.presence.label}: what rank {offer.rank} brings can't be mapped by other processes (it "
+                        f"is in an expandable segment, or not its own), and this work can't be done on copies"
+                    )
+
+        return brought, [offer.note, form.text, tickets, gpu.mark(queue)], held
 
     def of(self, call: Call, brought: Sequence[Brought]) -> Iterator[int]:
         """As :meth:`Parts.of`."""
-        node, gpu = self._node, self._gpu
-        worker = node.homes[0]
-        if node.index != worker:
-            call.awaited = [worker]
-            yield 0
-            return
-
-        work, queue = call.work, call.queue
+        node, gpu, work, queue = self._node, self._gpu, call.work, call.queue
         assert work is not None, "a rank of this node has come"
         if queue is None or any(offer.ready is None for offer in brought):
             # Some have brought CPU tensors, or none at all: then they do not mean the same.
@@ -59,43 +70,94 @@ class GpuParts:
 
             raise RuntimeError("some ranks have brought CUDA tensors, and some have not")
 
+        if node.index != self._worker:
+            if isinstance(work, Declared) and any(held.copies for held in call.held.values()):
+                results = work.results(call.notes, [offer.form.shapes for offer in brought])
+                call.written = [place for result in results for place in result.targets]
+
+            call.awaited = [self._worker]
+            yield 0
+            return
+
+        mapped = []
+        for rank, offer in enumerate(brought):
+            if node.is_near(rank):
+                mapped.append(Offer(rank, offer.note, tuple(offer.tensors)))
+            else:
+                home, mark = offer.ready
+                gpu.check_alive(home, mark)
+                theirs = tuple([gpu.tensor(home, ticket) for ticket in offer.tickets])
+                mapped.append(Offer(rank, offer.note, theirs))
+
         try:
             gpu.order(queue, [offer.ready for offer in brought])
-            mapped = [
-                tuple(offer.tensors) if node.is_near(rank) else gpu.mapped(node.homes[rank], offer.tickets)
-                for rank, offer in enumerate(brought)
-            ]
             with torch.cuda.stream(queue):
-                for task in work([Offer(rank, brought[rank].note, mine) for rank, mine in enumerate(mapped)]):
+                for task in work(mapped):
                     task()
         finally:
             # Also where it failed: something may have been queued.
             call.done = (queue.record_event(),)
-            for tensors in call.held.values():
-                for tensor in tensors:
-                    streams.keep_until_done(tensor, queue)
 
         if node.links:
-            mark = list(gpu.mark(queue))
+            mark = gpu.mark(queue)
             with node.mutex:
                 node.tell_all(frame("worked", call.key, mark))
 
             node.after()
 
-    def order_after(self, call: Call, rank: int, stream: torch.cuda.Stream | None) -> None:
+    def order_after(self, call: Call, rank: int, queue: torch.cuda.Stream) -> None:
         """Make a rank's stream wait for the work."""
-        queue = stream if stream is not None else torch.cuda.current_stream()
         self._gpu.order(queue, call.done)
-        for tensor in call.held.pop(rank, ()):
-            streams.keep_until_done(tensor, queue)
+        held = call.held.get(rank)
+        if held is not None and not held.copies:
+            held = call.held.pop(rank, None)
+            for tensor in held.tensors if held is not None else ():
+                streams.keep_until_done(tensor, queue)
+        elif held is not None or rank in call.returned:
+            with self._returning:
+                held = call.held.pop(rank, None)
+                if held is not None:
+                    self._take_back(call, rank, held, queue)
+                else:
+                    queue.wait_event(call.returned[rank])
 
     def drop(self, call: Call, rank: int) -> None:
-        """A rank has dropped its ticket without having waited. Called by finalizers."""
+        """A rank has dropped its ticket without having waited. Called by finalizers, anywhere: takes no lock."""
         call.dropped.add(rank)
         if call.finished:
             self.abandon(call)
 
     def abandon(self, call: Call) -> None:
-        """Its memory is not handed out before the work is done."""
+        """The memory of ranks that do not wait is not handed out before the work is done."""
+        self._node.jobs.append(lambda: self._abandon(call))
+
+    def _abandon(self, call: Call) -> None:
         for rank in call.dropped & call.held.keys():
-            self._gpu.keep_until(call.held.pop(rank), call.done)
+            held = call.held.get(rank)
+            if held is not None:
+                try:
+                    self.order_after(call, rank, self._gpu.side(held.tensors[0].device))
+                except AbortedError:  # closed meanwhile: nobody can say when the work is done
+                    self._gpu.leave([held])
+
+    def _take_back(self, call: Call, rank: int, held: Held, queue: torch.cuda.Stream) -> None:
+        """Bring the results from the copies, if the work was done."""
+        written = {place.number for place in call.written if place.rank == rank and call.error is None}
+        with torch.cuda.stream(queue):
+            for number, (tensor, copy) in enumerate(zip(held.tensors, held.copies, strict=True)):
+                if copy is not None and number in written:
+                    with torch.inference_mode(tensor.is_inference()):
+                        tensor.copy_(copy)
+
+        call.returned[rank] = queue.record_event()
+        self._give_back(held, queue)
+
+    def _give_back(self, held: Held, queue: torch.cuda.Stream) -> None:
+        for tensor, copy in zip(held.tensors, held.copies, strict=True):
+            streams.keep_until_done(tensor, queue)
+            if copy is not None:
+                self._gpu.copies(copy.device).give_back(copy, queue)
+
+    @property
+    def _worker(self) -> int:
+        return self._node.homes[0]

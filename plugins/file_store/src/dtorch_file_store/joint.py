@@ -29,7 +29,7 @@ from dtorch_core.joint import Offer, Ticket, Work, copy_of
 from dtorch_file_store import offers
 from dtorch_file_store.arena import Arena, Mapping
 from dtorch_file_store.calls import Call
-from dtorch_file_store.gpu import Gpu
+from dtorch_file_store.gpu import Gpu, current
 from dtorch_file_store.gpu_parts import GpuParts
 from dtorch_file_store.node import Node
 from dtorch_file_store.parts import Parts
@@ -73,7 +73,7 @@ class Joint:
         if offer.tensors and offer.tensors[0].is_cuda:
             queue = stream if stream is not None else torch.cuda.current_stream(offer.tensors[0].device)
             body = b""
-            brought, packed = self.on_gpu.offered(offer, queue)
+            brought, packed, held = self.on_gpu.offered(offer, queue, work)
         else:
             brought = offers.own(offer)
             packed, body = offers.pack(brought) if node.links else ([], b"")
@@ -99,7 +99,7 @@ class Joint:
             call.work = call.work or work
             if queue is not None:
                 call.queue = call.queue or queue
-                call.held[rank] = offer.tensors
+                call.held[rank] = held
 
             if node.links:
                 node.tell_all(frame("post", rank, key, *packed, body=body))
@@ -110,7 +110,7 @@ class Joint:
         if runs:
             self._go_on(call)
 
-        return FileTicket(self, call, rank)
+        return FileTicket(self, call, rank, -1 if queue is None else offer.tensors[0].get_device())
 
     def wait_for(self, call: Call, rank: int, timeout: float) -> None:
         """Wait until the call is finished, doing this node's part."""
@@ -325,7 +325,7 @@ class Joint:
         self._node.trash.append((call.offers, call.steps))
         call.offers, call.steps = [], None
         if call.dropped:
-            self._node.jobs.append(lambda: self.on_gpu.abandon(call))
+            self.on_gpu.abandon(call)
 
         woken, call.waiters = call.waiters, []
         for waiter in woken:
@@ -387,20 +387,24 @@ class Joint:
 class FileTicket(Ticket):
     """One rank's share in a call."""
 
-    __slots__ = ("_call", "_joint", "_rank")
+    __slots__ = ("_call", "_joint", "_ordinal", "_rank")
 
-    def __init__(self, joint: Joint, call: Call, rank: int) -> None:
+    def __init__(self, joint: Joint, call: Call, rank: int, ordinal: int) -> None:
+        """
+        :param ordinal: the CUDA device of the rank's tensors; -1 on the CPU.
+        """
         self._joint = joint
         self._call = call
         self._rank = rank
 
+        self._ordinal = ordinal
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
         call = self._call
         if not call.finished or call.error is not None:
             self._joint.wait_for(call, self._rank, timeout)
 
-        if call.done:
-            self._joint.on_gpu.order_after(call, self._rank, stream)
+        if call.done and self._ordinal >= 0:
+            self._joint.on_gpu.order_after(call, self._rank, stream if stream is not None else current(self._ordinal))
 
     def __del__(self) -> None:
         if self._rank in self._call.held:

@@ -294,6 +294,10 @@ class Keys:
         return waiters
 
     # Ends. Under the mutex; they return the waiters that they settle.
+    def lent(self) -> list[Value]:
+        """What this node's ranks have published, and not all have finished. Under the mutex."""
+        return [found.value for found in self._table if found.value is not None and found.owner in self._numbers]
+
 
     def drop(self) -> list[Publication]:
         """Forget every key, of all ranks. What is returned holds tensors, to be let go outside the mutex."""

@@ -98,6 +98,10 @@ class Letters:
         self.node.after()
 
     def withdraw(self, receipt: FileReceipt) -> bool:
+    def lent(self) -> list[Value]:
+        """What lies here until its receiver has copied it out. Under the mutex."""
+        return [value for _, value in self._sent.values()]
+
         """Take a receipt back; False if its message is here."""
         with self.node.mutex:
             if receipt.letter is not None:

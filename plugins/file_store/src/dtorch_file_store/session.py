@@ -14,6 +14,7 @@ from dtorch_file_store import gpu
 from dtorch_file_store.arena import Arena, Mapping, Segment
 from dtorch_file_store.gates import Gate
 from dtorch_file_store.gpu import Gpu
+from dtorch_file_store.gpu_values import MappedGpuValue, UploadedValue
 from dtorch_file_store.joint import Joint
 from dtorch_file_store.keys import Keys
 from dtorch_file_store.letters import Letters
@@ -107,9 +108,18 @@ class Session:
 
         self.node.after(woken)
         if last:
+            self._bequeath()
             self.gpu.close()
             self.node.close()
             self.let_go()
+
+    def _bequeath(self) -> None:
+        """The last rank of this process has left: what others may still read on a device is not let go."""
+        with self.node.mutex:
+            alone = self.node.gone >= set(self.node.links)
+            values = [] if alone else [*self.keys.lent(), *self.letters.lent()]
+
+        self.gpu.leave(value for value in values if value.marks)
 
     def die(self, rank: int, reason: str) -> None:
         """The rank failed: every wait that is not satisfied ends, now and later."""
@@ -170,10 +180,10 @@ class Session:
             return ArrivedValue(Layout.from_json(fields[0]), body)
 
         if kind == "cuda":
-            return gpu.arrived(self.gpu, home, *fields)
+            return MappedGpuValue(self.gpu, home, *fields)
 
         if kind == "host":
-            return gpu.UploadedValue(self.gpu, fields[0], self._arrived(home, ("block", *fields[1]), body))
+            return UploadedValue(self.gpu, fields[0], self._arrived(home, fields[1], body))
 
         number, offset, layout = fields
         return MappedValue(Layout.from_json(layout), offset, lambda: self.mapping(home, number))

@@ -15,7 +15,7 @@ from dtorch_core.checks import check_device, check_key, check_publish, check_tim
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
-from dtorch_file_store import opening
+from dtorch_file_store import gpu_values, opening
 from dtorch_file_store.hosted import post_through_host
 from dtorch_file_store.session import Session
 from dtorch_file_store.values import Value, message_value, own_value
@@ -56,6 +56,7 @@ class FileTensorStore(TensorStore):
             session.keys.put(self.rank, key, get_count, value, self.timeout)
         except BaseException:
             value.finished()
+            value.abandon(())
             raise
 
     def src_wait_until_get_finished(
@@ -125,7 +126,7 @@ class FileTensorStore(TensorStore):
 
         joint, offer = self._session.joint, Offer(self.rank, note, tuple(tensors))
         if tensors and tensors[0].is_cuda:
-            reason = self._session.gpu.why_host(tensors[0].device) if self._shared else None
+            reason = self._session.gpu.why_host_together() if self._shared else None
             if reason is not None:
                 return post_through_host(joint, key, offer, work, stream, reason)
 
@@ -142,7 +143,7 @@ class FileTensorStore(TensorStore):
 
         near = self._session.node.is_near(dst)
         if tensor.is_cuda:
-            value = self._session.gpu.message(tensor.detach(), stream, near=near)
+            value = gpu_values.message(self._session.gpu, tensor.detach(), stream, near=near)
         else:
             value = message_value(tensor.detach(), self._session.arena, near=near)
 
@@ -167,7 +168,7 @@ class FileTensorStore(TensorStore):
         target = tensor.device if dest_device is None else check_device(f"src_set({key!r})", dest_device)
         if target.type == tensor.device.type:
             if tensor.is_cuda:
-                return session.gpu.publish(tensor, stream, writable=writable)
+                return gpu_values.publish(session.gpu, tensor, stream, writable=writable)
 
             return own_value(tensor, session.arena, shared=self._shared, writable=writable)
 
@@ -178,10 +179,10 @@ class FileTensorStore(TensorStore):
             )
 
         if tensor.is_cuda:
-            return session.gpu.publish_to_host(tensor, stream)
+            return gpu_values.publish_to_host(session.gpu, tensor, stream)
 
         copy, _ = streams.copy_to_device(tensor, target, stream)
-        return session.gpu.publish(copy, stream, writable=False)
+        return gpu_values.publish(session.gpu, copy, stream, writable=False)
 
     def _seconds(self, timeout: float | None) -> float:
         if self._session.node.forked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from dtorch_file_store.cuda.driver import Allocation, Driver, DriverError
 from dtorch_file_store.cuda.imports import foreign
 from dtorch_file_store.cuda.ticket import Ticket, this_process
 from dtorch_file_store.tensors import Layout
+
+_MOST = 1000
+"""Tensors whose tickets are remembered."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,6 +54,8 @@ class Exports:
         """By the address that the allocation begins at."""
         self._next = 1
         self._gone: list[int] = []
+        self._known: dict[tuple[object, ...], tuple[int, tuple[Any, ...]]] = {}
+        """By a tensor's place and layout: its allocation's buffer, and its ticket as it travels."""
 
     def ticket(self, tensor: Tensor) -> Ticket:
         """What another process needs to use the tensor's memory. The handle is asked for once per allocation.
@@ -82,6 +88,24 @@ class Exports:
 
         uuid = self._devices.uuids[found.ordinal]
         return Ticket(this_process(), uuid, export.number, export.handle, offset, layout, conjugate, negative)
+
+    def offer(self, tensor: Tensor) -> tuple[Any, ...]:
+        """As :meth:`ticket`, as it travels. Programs offer the same tensors again and again: that is quick."""
+        address = tensor.data_ptr()
+        place = address, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        known = self._known.get(place)
+        if known is not None and self._driver.allocation(address).buffer == known[0]:
+            return known[1]
+
+        ticket = self.ticket(tensor)
+        said = ticket.to_json()
+        if ticket.allocation:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+
+            self._known[place] = self._driver.allocation(address).buffer, said
+
+        return said
 
     def gone(self) -> list[int]:
         """Numbers of allocations that were offered and have been freed, each said once: tell the peers.

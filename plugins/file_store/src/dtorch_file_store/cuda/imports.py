@@ -6,7 +6,8 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ from dtorch_file_store.cuda.ticket import Ticket, this_process
 
 foreign: Counter[int] = Counter()
 """How many mappings of this process begin at an address: such memory can't be offered again."""
+
+_ALLOCATION = Ticket._fields.index("allocation")
+
+_MOST = 1000
+"""Tensors that are remembered."""
 
 _mutex = threading.Lock()
 _numbers = itertools.count()
@@ -92,6 +98,8 @@ class Imports:
         self._mutex = threading.Lock()
         self._openings: dict[tuple[int, int], _Opening] = {}
         """By peer, and its number for the allocation."""
+        self._known: dict[tuple[int, tuple[Any, ...]], Tensor] = {}
+        """Tensors over memory that is still offered, by peer and ticket."""
         self._closed = False
 
     def tensor(self, peer: int, ticket: Ticket) -> Tensor:
@@ -117,6 +125,26 @@ class Imports:
         memory = bytes_at(mapping.address + ticket.offset, ticket.layout.nbytes, ordinal)
         weakref.finalize(memory.untyped_storage(), mapping.drop, number).atexit = False
         return ticket.over(memory)
+
+    def offered(self, peer: int, said: tuple[Any, ...]) -> Tensor:
+        """As :meth:`tensor`, for a ticket as it travels. To be offered the same again is quick: that is an alias.
+
+        :raises DtorchError: as :meth:`tensor` does.
+        """
+        known = self._known.get((peer, said))
+        if known is None:
+            ticket = Ticket.from_json(said)
+            with torch.inference_mode(False):  # the next one may be asked for in another mode
+                known = self.tensor(peer, ticket)
+
+            with self._mutex:
+                if (peer, ticket.allocation) in self._openings:
+                    if len(self._known) >= _MOST:
+                        self._known.clear()
+
+                    self._known[peer, said] = known
+
+        return known.detach()
 
     def gone(self, peer: int, allocations: Iterable[int]) -> None:
         """A peer has freed allocations that it offered (:meth:`Exports.gone` there). Never blocks."""
@@ -166,7 +194,11 @@ class Imports:
         JANITOR.hold(mapping)
         return mapping
 
-    def _condemn(self, keys: Iterable[tuple[int, int]]) -> None:
+    def _condemn(self, keys: Sequence[tuple[int, int]]) -> None:
+        ended = set(keys)
+        for known in [known for known in self._known if (known[0], known[1][_ALLOCATION]) in ended]:
+            del self._known[known]
+
         for key in keys:
             opening = self._openings.pop(key, None)
             if opening is not None:

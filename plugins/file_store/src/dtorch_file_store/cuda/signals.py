@@ -163,6 +163,17 @@ class OwnSignals(_Page):
             os.close(self.fd)
             raise
 
+    def mark(self, stream: torch.cuda.Stream) -> Mark | None:
+        """A mark behind all that ``stream`` was given so far; None if it has done all of it.
+
+        Nobody has to wait for a stream that is idle. So no signal is queued on it, and the GPU need not switch to this
+        process, which takes longer than a small kernel does.
+
+        :raises UnsupportedOperationError: as :meth:`write` does, and so on.
+        """
+        self._check_not_captured(stream)  # to look at it would spoil the graph
+        return None if stream.query() else self._write(stream)
+
     def write(self, stream: torch.cuda.Stream) -> Mark:
         """Queue a signal on ``stream``, behind all that it was given so far: the mark that others can wait for.
 
@@ -170,11 +181,16 @@ class OwnSignals(_Page):
         :raises DriverError: if the driver refuses.
         :raises AbortedError: if the page is closed.
         """
+        self._check_not_captured(stream)
+        return self._write(stream)
+
+    def _check_not_captured(self, stream: torch.cuda.Stream) -> None:
         if self._driver.capturing(stream.device_index, stream.cuda_stream):
             raise UnsupportedOperationError(
                 "the stream is captured into a graph, and a graph can't signal: exchange tensors outside of graphs"
             )
 
+    def _write(self, stream: torch.cuda.Stream) -> Mark:
         lane = self._lane(stream)
         with lane.mutex:
             self._check_open()

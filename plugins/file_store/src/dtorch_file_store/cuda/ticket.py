@@ -32,9 +32,9 @@ class Ticket(NamedTuple):
     conjugate: bool
     negative: bool
 
-    def to_json(self) -> list[Any]:
-        """Plain lists, strings and numbers."""
-        return [*self[:5], self.layout.to_json(), self.conjugate, self.negative]
+    def to_json(self) -> tuple[Any, ...]:
+        """Plain tuples, strings and numbers: what travels, and what it is known by."""
+        return (*self[:5], self.layout.to_json(), self.conjugate, self.negative)
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Ticket:
