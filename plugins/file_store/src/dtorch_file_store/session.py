@@ -217,7 +217,7 @@ class Session:
         return self.keys.heirs.rank_left(rank, borrows, estate) + self._give_up()
 
     def _node_gone(self, node: int) -> list[Waiter]:
-        self.gpu.node_gone(node, died=any(self.node.homes[rank] == node for rank in self.presence.died))
+        self.gpu.node_gone(node)
         self.joint.node_gone(node)
         self.letters.node_gone(node)
         woken = self.keys.node_gone(node)
