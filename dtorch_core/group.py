@@ -468,13 +468,17 @@ def open_group(
 
 
 def _wrapped(process_group: Any, ctx: BackendContext) -> ThreadGroup:  # noqa: ANN401 - from a plugin
+    return ThreadGroup(_checked_process_group(process_group, ctx), ctx)
+
+
+def _checked_process_group(process_group: Any, ctx: BackendContext) -> dist.ProcessGroup:  # noqa: ANN401
     if not isinstance(process_group, dist.ProcessGroup):
         raise PluginError(
             f"group backend {ctx.selection.chosen!r}: its factory returned {type(process_group).__name__}, "
             f"not a torch.distributed.ProcessGroup"
         )
 
-    return ThreadGroup(process_group, ctx)
+    return process_group
 
 
 def _started_from(label: str, out: Tensor | None, x: Tensor) -> Memory:

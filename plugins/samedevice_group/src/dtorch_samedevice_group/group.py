@@ -42,6 +42,7 @@ from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine
 from dtorch_samedevice_group.options import Options
 from dtorch_samedevice_group.repeats import Repeats
+from dtorch_samedevice_group.torch_side import TorchSide
 from dtorch_samedevice_group.work import GroupWork, ReceiveWork, SendWork, seconds_of
 
 P = ParamSpec("P")
@@ -85,7 +86,11 @@ def _collective(
             note, outputs, work = known
             _, tensors, timeout = reading
             seconds = self._timeout if timeout is None else seconds_of(timeout, self._timeout)
-            return GroupWork(self._engine.post(note, tensors, work), tensors[:outputs], seconds)
+            posted = GroupWork(self._engine.post(note, tensors, work), tensors[:outputs], seconds)
+            if self._coalesced is not None:
+                self._coalesced.append(posted)
+
+            return posted
 
         try:
             planned = plan(self, *args, **named)
@@ -101,7 +106,11 @@ def _collective(
 
         tensors = [tensor.detach() for tensor in planned.tensors]
         seconds = self._timeout if planned.timeout is None else planned.timeout
-        return GroupWork(self._engine.post(planned.note, tensors, planned.work), list(planned.written), seconds)
+        posted = GroupWork(self._engine.post(planned.note, tensors, planned.work), list(planned.written), seconds)
+        if self._coalesced is not None:
+            self._coalesced.append(posted)
+
+        return posted
 
     return method
 
@@ -127,48 +136,15 @@ def _writable_store(ctx: BackendContext) -> TensorStore:
     return store
 
 
-class SameDeviceProcessGroup(dist.ProcessGroup):
+class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
     """c10d's collectives as joint work on a TensorStore."""
 
     def __init__(self, ctx: BackendContext) -> None:
-        super().__init__(ctx.rank, ctx.world_size)  # type: ignore[call-arg]  # torch's stub lacks this overload
-        self._rank, self._size, self._name, self._device = ctx.rank, ctx.world_size, ctx.name, ctx.device
-        self._group_name, self._group_desc = ctx.name, ""
-        self._timeout = ctx.timeout
+        dist.ProcessGroup.__init__(self, ctx.rank, ctx.world_size)  # type: ignore[call-arg]  # not in torch's stub
+        TorchSide.__init__(self, ctx)
         self._store = _writable_store(ctx)
         self._engine = Engine(self._store, ctx.name)
         self._repeats = Repeats()
-
-    # Who we are
-
-    def getBackendName(self) -> str:
-        return "samedevice"
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    getRank, getSize = rank, size
-
-    def getGroupName(self) -> str:
-        return self._group_name
-
-    def setGroupName(self, name: str) -> None:
-        self._group_name = name
-
-    def getGroupDesc(self) -> str:
-        return self._group_desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._group_desc = desc
-
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout.total_seconds()
 
     # What the core uses besides c10d's methods (dtorch_core._extras)
 
@@ -187,7 +163,11 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
         if buffer is not None:
             check_written(call, buffer)
 
-        return ReceiveWork(self._store.expect(src, tag), buffer, self._device, self._timeout, call)
+        work = ReceiveWork(self._store.expect(src, tag), buffer, self._device, self._timeout, call)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+
+        return work
 
     def abort(self, reason: str = "", *, died: bool = False) -> None:
         """Wake every rank from every call of this group, now and later."""
@@ -315,6 +295,13 @@ class SameDeviceProcessGroup(dist.ProcessGroup):
     @_collective
     def barrier(self, *opts: Any, **named: Any) -> Plan:
         return Plan("barrier", (), (), collectives.nothing(), Options.read(opts, named).timeout)
+
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that has a time; every rank that has not come is named, with or without ``wait_all_ranks``.
+
+        :raises StoreTimeoutError: if a rank has not come in time.
+        """
+        self.barrier().wait(timeout)
 
     # Point to point
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -21,7 +23,7 @@ _making_futures = threading.Lock()
 """One for all Works: few are asked for a future, and making it takes a moment."""
 
 
-class _Waited(dist._Work):
+class Waited(dist._Work):
     """What the Works here share: all of it follows from a wait that can be repeated."""
 
     _future: torch.futures.Future[list[Tensor]] | None = None
@@ -99,11 +101,11 @@ class _Waited(dist._Work):
         return sorted({tensor.device for tensor in self._outputs if tensor.is_cuda}, key=str)
 
 
-class GroupWork(_Waited):
+class GroupWork(Waited):
     """Waits for a ticket."""
 
     def __init__(self, ticket: Ticket, outputs: list[Tensor], timeout: float) -> None:
-        _init(self)  # as _Waited does: small collectives cost what Python costs
+        _init(self)  # as Waited does: small collectives cost what Python costs
         self._ticket = ticket
         self._outputs = outputs
         self._timeout = timeout
@@ -122,7 +124,7 @@ class GroupWork(_Waited):
         self._ticket.add_done_callback(callback)
 
 
-class SendWork(_Waited):
+class SendWork(Waited):
     """A send: over when it returns, since the message is a copy."""
 
     def __init__(self) -> None:
@@ -138,7 +140,7 @@ class SendWork(_Waited):
         callback()
 
 
-class ReceiveWork(_Waited):
+class ReceiveWork(Waited):
     """A receive: into the caller's buffer, or, without one, whatever arrives."""
 
     def __init__(self, receipt: Receipt, buffer: Tensor | None, device: str, timeout: float, call: str) -> None:
@@ -190,6 +192,44 @@ class ReceiveWork(_Waited):
 
     def _add_done_callback(self, callback: Callable[[], None]) -> None:
         self._receipt.add_done_callback(callback)
+
+
+class AllOf(Waited):
+    """Several Works as one."""
+
+    def __init__(self, works: Sequence[Waited], timeout: float) -> None:
+        super().__init__((), timeout)
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def _end(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for work in self._works:
+            work._end(max(deadline - time.monotonic(), 0))
+
+        self._outputs = self.result()
+
+    def _add_done_callback(self, callback: Callable[[], None]) -> None:
+        if not self._works:
+            callback()
+            return
+
+        left = itertools.count(len(self._works) - 1, -1)
+
+        def one_done() -> None:
+            if next(left) == 0:
+                callback()
+
+        for work in self._works:
+            work._add_done_callback(one_done)
+
+    def _devices(self) -> list[torch.device]:
+        return sorted({device for work in self._works for device in work._devices()}, key=str)
 
 
 def seconds_of(timeout: timedelta | float | None, default: float) -> float:

@@ -1,0 +1,146 @@
+"""What torch keeps to itself is touched here, and in :mod:`dtorch_core._torch_kernels`, alone.
+
+Each part looks for the feature, and says what it missed.
+
+Some functions of ``torch.distributed`` ask which backend a group has by name, and refuse every other one. For groups
+of this project they call the group instead; for all others they are what they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+from torch.distributed import distributed_c10d
+
+log = logging.getLogger("dtorch")
+
+missed: list[str] = []
+"""What this torch does not have as it is expected here, and what follows from that."""
+
+_adapted: set[str] = set()
+
+
+def adapt() -> None:
+    """Make ``torch.distributed`` ask the groups of this project; once."""
+    _ask_the_group("monitored_barrier", "group", _monitored_barrier)
+    _ask_the_group("_set_pg_timeout", "group", _set_timeout)
+    _ask_the_group("split_group", "parent_pg", _split_group)
+
+
+def _ask_the_group(name: str, parameter: str, ours: Callable[..., Any]) -> None:
+    """Call ``ours`` instead of c10d's function ``name`` where the argument ``parameter`` is a group of this project.
+
+    It is given the group, and by name those of the call's arguments that it knows.
+    """
+    if name in _adapted:
+        return
+
+    _adapted.add(name)
+    original = getattr(distributed_c10d, name, None)
+    try:
+        signature = inspect.signature(original)  # type: ignore[arg-type]  # None is an error like another
+    except (TypeError, ValueError):
+        miss(f"torch.distributed has no function {name}: it does not serve groups of dtorch")
+        return
+
+    known = set(list(inspect.signature(ours).parameters)[1:])
+    if not {parameter, *known} <= set(signature.parameters):
+        miss(f"torch.distributed's {name} takes {signature}: it does not serve groups of dtorch")
+        return
+
+    @functools.wraps(original)  # type: ignore[arg-type]
+    def function(*args: Any, **named: Any) -> Any:  # noqa: ANN401
+        try:
+            given = signature.bind(*args, **named).arguments
+        except TypeError:
+            return original(*args, **named)  # type: ignore[misc]  # raises as it did
+
+        group = given.get(parameter) or distributed_c10d.GroupMember.WORLD
+        if is_ours(group):
+            return ours(group, **{key: value for key, value in given.items() if key in known})
+
+        return original(*args, **named)  # type: ignore[misc]
+
+    for module in (distributed_c10d, torch.distributed):
+        if getattr(module, name, None) is original:
+            setattr(module, name, function)
+
+
+def miss(text: str) -> None:
+    """Remember what this torch does not have."""
+    missed.append(text)
+    log.debug(text)
+
+
+def is_ours(group: object) -> bool:
+    """A process group of this project's kind: it has the methods that are called here."""
+    from dtorch_core._extras import extras
+
+    return isinstance(group, torch.distributed.ProcessGroup) and extras(group) is not None
+
+
+def _monitored_barrier(
+    group: Any, timeout: timedelta | float | None = None, wait_all_ranks: bool = False  # noqa: ANN401
+) -> None:
+    group.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _set_timeout(group: Any, timeout: timedelta) -> None:  # noqa: ANN401
+    group.set_timeout(timeout)
+
+
+def _split_group(
+    parent: Any,  # noqa: ANN401
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> Any:  # noqa: ANN401
+    """c10d's own split wants an accelerator that is bound to the default group. Ranks are those of the parent."""
+    world: Any = distributed_c10d._world
+    if parent not in world.pg_map:
+        raise ValueError(f"split_group: {parent} is not a process group of torch.distributed, or was destroyed")
+
+    members = _members(parent, split_ranks)
+    number = parent.count_split()
+    if members is None:
+        return None
+
+    backend: Any = world.pg_map[parent][0]
+    store = world.pg_map[distributed_c10d._get_default_group()][1]
+    global_ranks = [distributed_c10d.get_global_rank(parent, rank) for rank in members]
+    name: Any = f"{parent.group_name}:split:{number}:{'_'.join(map(str, global_ranks))}"
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(members),
+        members.index(parent.rank()),
+        global_ranks,
+        backend,
+        store,
+        name,
+        timeout=distributed_c10d._get_default_timeout(backend) if timeout is None else timeout,
+        group_desc=group_desc,
+    )
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(global_ranks)}
+    return group
+
+
+def _members(parent: Any, split_ranks: Sequence[Sequence[int]] | None) -> list[int] | None:  # noqa: ANN401
+    """The ranks of this rank's part, in order; None if it is in none."""
+    if not split_ranks:
+        raise ValueError("split_group: split_ranks must name at least one group of ranks")
+
+    named = [rank for ranks in split_ranks for rank in ranks]
+    if len(set(named)) != len(named) or not all(split_ranks):
+        raise ValueError(f"split_group: {list(map(list, split_ranks))}: groups need ranks, and share none")
+
+    wrong = [rank for rank in named if not 0 <= rank < parent.size()]
+    if wrong:
+        raise ValueError(f"split_group: the parent has rank 0 to rank {parent.size() - 1}, and not {wrong}")
+
+    mine = parent.rank()
+    return next((sorted(ranks) for ranks in split_ranks if mine in ranks), None)
