@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable
 
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.errors import AbortedError, ProtocolError, StoreTimeoutError
+from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store.node import Node
-from dtorch_file_store.waiting import Failure, Waiter, raise_if, settle
+from dtorch_file_store.waiting import Waiter
 from dtorch_file_store.wire import Message, frame
 
 
@@ -49,7 +50,7 @@ class Gate:
             waiter = Waiter(rank)
             here = self._here.setdefault(self.number, set())
             here.add(rank)
-            if len(here) < presence.world_size or presence.over_for_all:  # those who died may stand here still
+            if len(here) < presence.world_size or presence.all_said:  # those who died may stand here still
                 failure = self._why_shut(rank)
                 if failure is not None:
                     here.discard(rank)

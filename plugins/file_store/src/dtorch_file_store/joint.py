@@ -26,6 +26,7 @@ from dtorch_core import (
 )
 from dtorch_core._text import describe_error, rank_list, seconds
 from dtorch_core.joint import Offer, Ticket, Work, copy_of
+from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store import offers
 from dtorch_file_store.arena import Arena, Mapping
 from dtorch_file_store.calls import Call
@@ -33,7 +34,7 @@ from dtorch_file_store.gpu import Gpu, current
 from dtorch_file_store.gpu_parts import GpuParts
 from dtorch_file_store.node import Node
 from dtorch_file_store.parts import Parts
-from dtorch_file_store.waiting import Failure, Notice, Waiter, raise_if, settle
+from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.wire import Message, frame
 
 
@@ -396,8 +397,8 @@ class FileTicket(Ticket):
         self._joint = joint
         self._call = call
         self._rank = rank
-
         self._ordinal = ordinal
+
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
         call = self._call
         if not call.finished or call.error is not None:

@@ -14,13 +14,14 @@ from typing import Any
 
 from dtorch_core._text import seconds
 from dtorch_core.errors import KeyInUseError, StoreTimeoutError
+from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store.heirs import Heirs
 from dtorch_file_store.node import Handler, Node
 from dtorch_file_store.publications import Name, Publication, Table
 from dtorch_file_store.refusals import Late, Refusals
 from dtorch_file_store.shares import Shares
 from dtorch_file_store.values import Value
-from dtorch_file_store.waiting import Failure, Waiter, raise_if, settle
+from dtorch_file_store.waiting import Waiter
 from dtorch_file_store.wire import Message, frame
 
 ANSWER = 1.0
@@ -293,11 +294,11 @@ class Keys:
 
         return waiters
 
-    # Ends. Under the mutex; they return the waiters that they settle.
     def lent(self) -> list[Value]:
         """What this node's ranks have published, and not all have finished. Under the mutex."""
         return [found.value for found in self._table if found.value is not None and found.owner in self._numbers]
 
+    # Ends. Under the mutex; they return the waiters that they settle.
 
     def drop(self) -> list[Publication]:
         """Forget every key, of all ranks. What is returned holds tensors, to be let go outside the mutex."""

@@ -17,9 +17,10 @@ from torch import Tensor
 from dtorch_core import AbortedError, StoreTimeoutError, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.mail import Receipt
+from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store.node import Node
 from dtorch_file_store.values import Value
-from dtorch_file_store.waiting import Failure, Notice, Waiter, raise_if, settle
+from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.wire import Message, frame
 
 
@@ -97,11 +98,11 @@ class Letters:
 
         self.node.after()
 
-    def withdraw(self, receipt: FileReceipt) -> bool:
     def lent(self) -> list[Value]:
         """What lies here until its receiver has copied it out. Under the mutex."""
         return [value for _, value in self._sent.values()]
 
+    def withdraw(self, receipt: FileReceipt) -> bool:
         """Take a receipt back; False if its message is here."""
         with self.node.mutex:
             if receipt.letter is not None:

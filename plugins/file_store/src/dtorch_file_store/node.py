@@ -21,8 +21,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from dtorch_core.presence import Presence
 from dtorch_file_store.link import Link
-from dtorch_file_store.presence import Presence
 from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.wire import Message
 
@@ -59,7 +59,8 @@ class Node:
         self.homes = homes
         self.pid = os.getpid()
         self.presence = Presence(label, pids)
-        self.mutex = threading.Lock()
+        self.presence.all_said = False  # until it is: see Session
+        self.mutex = self.presence.mutex
         self.links: dict[int, Link] = {}
         self.handlers: dict[str, Handler] = {}
         self.on_lost: Callable[[], Iterable[Waiter]] = tuple
@@ -385,7 +386,7 @@ class Node:
 
             missed = [rank for rank in self.ranks_at(node) if rank not in self.presence.closed]
             for rank in missed:
-                self.presence.died.setdefault(rank, reason)
+                self.presence.die(rank, reason)
 
             woken = list(self.on_gone(node)) + (list(self.on_lost()) if missed else [])
 
@@ -449,7 +450,7 @@ class Node:
     def forget_fork(self) -> None:
         """In a forked child: this node is the parent's. Its connections must end when the parent does."""
         self.forked = True
-        self.mutex = threading.Lock()  # another thread of the parent may have had it
+        self.mutex = self.presence.mutex = threading.Lock()  # another thread of the parent may have had it
         for link in self.links.values():
             link.close()
 

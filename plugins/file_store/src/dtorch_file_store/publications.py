@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from dtorch_core.presence import Failure
 from dtorch_file_store.node import Node
 from dtorch_file_store.values import Value
-from dtorch_file_store.waiting import Failure, Waiter
+from dtorch_file_store.waiting import Waiter
 from dtorch_file_store.wire import frame
 
 Name = tuple[int, int]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 
 from dtorch_core._text import count, rank_list, seconds
 from dtorch_core.errors import AbortedError, KeyInUseError, ProtocolError, StoreTimeoutError
-from dtorch_file_store.presence import Presence
+from dtorch_core.presence import Failure, Presence
 from dtorch_file_store.publications import Publication, Table
-from dtorch_file_store.waiting import Failure, Waiter
+from dtorch_file_store.waiting import Waiter
 
 
 class Late(float):
@@ -52,14 +52,14 @@ class Refusals:
         return None
 
     def _promised(self, key: str, rank: int) -> bool:
-        """A share has been claimed, or can be, and a process that is alive will answer."""
+        """A share has been claimed, or can be, and a process that is alive will answer: or this one, once it knows."""
         return any(
             publication.contested
             and publication.value is not None
             and rank not in publication.takers | publication.refused
             and publication.owner not in self._presence.died
             and self._table.arbiter(publication) is not None
-            and not self._table.decides(publication)
+            and (bool(publication.awaited) or not self._table.decides(publication))
             for publication in self._table.of_key(key)
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtorch_core import Topology
 from dtorch_core.errors import AbortedError, ProtocolError
-from dtorch_file_store import gpu
+from dtorch_core.presence import Failure, settle
 from dtorch_file_store.arena import Arena, Mapping, Segment
 from dtorch_file_store.gates import Gate
 from dtorch_file_store.gpu import Gpu
@@ -21,7 +21,7 @@ from dtorch_file_store.letters import Letters
 from dtorch_file_store.node import Node
 from dtorch_file_store.tensors import Layout
 from dtorch_file_store.values import ArrivedValue, MappedValue, Value
-from dtorch_file_store.waiting import Failure, Waiter, settle
+from dtorch_file_store.waiting import Waiter
 from dtorch_file_store.wire import Message, frame
 
 SETTLING = 0.05
@@ -127,7 +127,7 @@ class Session:
             return
 
         with self.node.mutex:
-            self.presence.died.setdefault(rank, reason)
+            self.presence.die(rank, reason)
             self.node.tell_all(frame("died", rank, reason))
             woken = self._end()
 
@@ -139,7 +139,7 @@ class Session:
             return
 
         with self.node.mutex:
-            self.presence.aborted = self.presence.aborted or reason
+            self.presence.abort(reason)
             self.node.tell_all(frame("aborted", reason))
             woken = self._end()
 
@@ -200,12 +200,12 @@ class Session:
 
     def _on_died(self, peer: int, message: Message) -> Iterable[Waiter]:
         rank, reason = message.fields
-        self.presence.died.setdefault(rank, reason)
+        self.presence.die(rank, reason)
         return self._end()
 
     def _on_aborted(self, peer: int, message: Message) -> Iterable[Waiter]:
         (reason,) = message.fields
-        self.presence.aborted = self.presence.aborted or reason
+        self.presence.abort(reason)
         return self._end()
 
     def _on_ending(self, peer: int, message: Message) -> Iterable[Waiter]:
@@ -213,7 +213,7 @@ class Session:
         return self._end_if_all_is_said()
 
     def _left(self, rank: int, borrows: Any, estate: Any) -> list[Waiter]:  # noqa: ANN401
-        self.presence.closed.add(rank)
+        self.presence.leave(rank)
         return self.keys.heirs.rank_left(rank, borrows, estate) + self._give_up()
 
     def _node_gone(self, node: int) -> list[Waiter]:
@@ -246,7 +246,7 @@ class Session:
         if not self._ending or self._silent():
             return []
 
-        self.presence.over_for_all = True
+        self.presence.all_said = True
         if self._timer is not None:
             self._timer.cancel()
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from dtorch_core.presence import settle
 from dtorch_file_store.node import Node
 from dtorch_file_store.publications import Publication, Table
 from dtorch_file_store.refusals import Refusals
-from dtorch_file_store.waiting import Waiter, settle
+from dtorch_file_store.waiting import Waiter
 from dtorch_file_store.wire import Message, frame
 
 
@@ -262,8 +263,11 @@ class Shares:
             return []
 
         waiter = self._getter(publication.key, rank)
-        if not granted or waiter is None:
+        if waiter is None:
             return []
+
+        if not granted:
+            return settle([waiter], partial(self._refusals.no_get, publication.key))
 
         publication.takers.add(rank)
         return [self._hand(publication, waiter)]

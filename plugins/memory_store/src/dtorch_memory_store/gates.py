@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.errors import AbortedError, ProtocolError, StoreTimeoutError
-from dtorch_memory_store.presence import Presence
-from dtorch_memory_store.waiting import Failure, Waiter, raise_if, settle, wake
+from dtorch_core.presence import Failure, Presence, raise_if, settle
+from dtorch_memory_store.waiting import Waiter, wake
 
 
 class Gate:

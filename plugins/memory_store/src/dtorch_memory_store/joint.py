@@ -19,8 +19,8 @@ from torch import Tensor
 from dtorch_core import AbortedError, ProtocolError, StoreTimeoutError, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of
-from dtorch_memory_store.presence import Presence
-from dtorch_memory_store.waiting import Failure, Notice, Waiter, raise_if, settle, wake
+from dtorch_core.presence import Failure, Presence, raise_if, settle
+from dtorch_memory_store.waiting import Notice, Waiter, wake
 
 LINE = "\n"
 """A note's first line says what the work is; the rest is data."""

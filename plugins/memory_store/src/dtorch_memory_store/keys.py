@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dtorch_core._text import count, rank_list, seconds
 from dtorch_core.errors import AbortedError, KeyInUseError, ProtocolError, StoreTimeoutError
-from dtorch_memory_store.presence import Presence
-from dtorch_memory_store.waiting import Failure, Waiter, raise_if, settle, wake
+from dtorch_core.presence import Failure, Presence, raise_if, settle
+from dtorch_memory_store.waiting import Waiter, wake
 
 
 class Publication:

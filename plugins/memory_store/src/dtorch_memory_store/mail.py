@@ -10,8 +10,8 @@ from torch import Tensor
 from dtorch_core import AbortedError, StoreTimeoutError, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.mail import Receipt
-from dtorch_memory_store.presence import Presence
-from dtorch_memory_store.waiting import Failure, Notice, Waiter, raise_if, settle, wake
+from dtorch_core.presence import Failure, Presence, raise_if, settle
+from dtorch_memory_store.waiting import Notice, Waiter, wake
 
 
 class Message:

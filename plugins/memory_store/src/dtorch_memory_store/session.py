@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
 from dtorch_core.errors import AbortedError
+from dtorch_core.presence import Failure, Presence, settle
 from dtorch_memory_store.gates import Gate
 from dtorch_memory_store.joint import Joint
 from dtorch_memory_store.keys import Keys, Publication
 from dtorch_memory_store.mail import Letters
-from dtorch_memory_store.presence import Presence
-from dtorch_memory_store.waiting import Failure, Waiter, settle, wake
+from dtorch_memory_store.waiting import Waiter, wake
 
 
 class Session:
     """Keys, gates, joint work and letters of the same ranks, under one mutex."""
 
     def __init__(self, label: str, world_size: int) -> None:
-        self.presence = Presence(label, world_size)
+        self.presence = Presence(label, [os.getpid()] * world_size)
         self._joined: set[int] = set()
         self._reset = Gate("reset", self.presence)
         self._barrier = Gate("barrier", self.presence, elsewhere=self._reset.here)

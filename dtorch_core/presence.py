@@ -1,16 +1,65 @@
-"""Who of an opening's ranks has left, and how; and what a wait raises because of it."""
+"""Who of an opening's ranks has left, and what a wait raises because of it: one rule for all. For authors of backends.
+
+One mutex guards what the ranks of a process share of an opening, for a few microseconds at a time: no thread sleeps,
+calls torch or wakes another one under it. What is not said to take the mutex is called under it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from dtorch_core._text import rank_list
 from dtorch_core.errors import AbortedError, PeerLostError
-from dtorch_file_store.waiting import Failure
+
+Failure = Callable[[], Exception]
+"""Makes the error of a wait that can't end well: a fresh one for each thread."""
+
+
+class Wait:
+    """One wait of one rank, and its outcome. How its thread sleeps and is woken is the backend's."""
+
+    __slots__ = ("done", "error", "rank", "result")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.done = False
+        """What was waited for has come. This and ``error`` are written once, under the mutex."""
+        self.result: Any = None
+        """What comes with ``done``."""
+        self.error: Failure | None = None
+        """Why it never will."""
+
+    @property
+    def settled(self) -> bool:
+        """There is an outcome: wake it, and leave it alone from now on."""
+        return self.done or self.error is not None
+
+
+_Wait = TypeVar("_Wait", bound=Wait)
+
+
+def settle(waits: Iterable[_Wait], failure_of: Callable[[_Wait], Failure | None]) -> list[_Wait]:
+    """Fail those that have no outcome yet and for which there is a failure: those to wake. Under the mutex."""
+    failed = []
+    for wait in waits:
+        failure = None if wait.settled else failure_of(wait)
+        if failure is not None:
+            wait.error = failure
+            failed.append(wait)
+
+    return failed
+
+
+def raise_if(failure: Failure | None) -> None:
+    """Raise a failure, if there is one."""
+    if failure is not None:
+        raise failure()
 
 
 class Presence:
-    """The ranks of one opening, as this node knows them. All of it under the node's mutex."""
+    """The ranks of one opening, as this process knows them."""
 
     def __init__(self, label: str, pids: Sequence[int]) -> None:
         """
@@ -20,13 +69,17 @@ class Presence:
         """How messages call the opening: the store, or the group that it is for."""
         self.pids = pids
         self.world_size = len(pids)
+        self.mutex = threading.Lock()
         self.closed: set[int] = set()
         self.died: dict[int, str] = {}
         """Ranks that failed, and how."""
         self.aborted: str | None = None
         """Why everything was ended."""
-        self.over_for_all = False
-        """All that was said before a rank died or aborted has arrived: what is not satisfied now never will be."""
+        self.complete = True
+        """Nobody has left: a quick answer for those who would ask why not."""
+        self.all_said = True
+        """What was said before a rank died, or somebody ended everything, has arrived: what is not satisfied then never
+        will be. Where words take time between ranks, the backend makes it false until they have."""
 
     def me(self, rank: int) -> str:
         """Begins a message about a rank."""
@@ -40,10 +93,20 @@ class Presence:
         """Every rank but one."""
         return set(range(self.world_size)) - {rank}
 
-    @property
-    def complete(self) -> bool:
-        """Nobody has left: a quick answer for those who would ask why not."""
-        return not self.closed and not self.died and self.aborted is None
+    def leave(self, rank: int) -> None:
+        """A rank has closed its handle."""
+        self.closed.add(rank)
+        self.complete = False
+
+    def die(self, rank: int, reason: str) -> None:
+        """A rank has failed; its first reason stays."""
+        self.died.setdefault(rank, reason)
+        self.complete = False
+
+    def abort(self, reason: str) -> None:
+        """Somebody ended everything; the first reason stays."""
+        self.aborted = self.aborted or reason
+        self.complete = False
 
     def check_open(self, rank: int) -> None:
         """:raises AbortedError: if the rank has closed its handle."""
@@ -52,7 +115,7 @@ class Presence:
 
     def over(self, rank: int, what: str) -> Failure | None:
         """Why no wait of any kind can end well; None while it can."""
-        return self.ended(rank, what) if self.over_for_all else None
+        return self.ended(rank, what) if self.all_said else None
 
     def ended(self, rank: int, what: str) -> Failure | None:
         """Why nothing can be begun any more; None while it can."""
