@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterable
 
 from dtorch_file_store.wire import Message, Reader
 
@@ -14,6 +16,15 @@ _RECEIVE = 64 * 1024
 _FDS = 64
 _TOGETHER = 64 * 1024
 """Bytes from which on messages are not joined: what a peer that does not read leaves here is not copied again."""
+
+
+def ready(descriptors: Iterable[int], seconds: float, event: int = select.POLLIN) -> set[int]:
+    """Which of them are ready within so many seconds. (``select()`` knows none above 1023.)"""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, event)
+
+    return {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1e3)}
 
 
 class Link:

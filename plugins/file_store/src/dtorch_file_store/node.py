@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from dtorch_core.presence import Presence
-from dtorch_file_store.link import Link
+from dtorch_file_store.link import Link, ready
 from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.wire import Message
 
@@ -85,6 +85,8 @@ class Node:
         """Nodes that have nothing more to say."""
         self.jobs: list[Callable[[], None]] = []
         """Work that nobody waits for: the thread that reads does it, outside the mutex, with the next :meth:`after`."""
+        self._killed: set[int] = set()
+        """Those whose process ended without a goodbye."""
         self.trash: list[object] = []
         """What is let go outside the mutex, with the next :meth:`after`: it may hold tensors."""
         self._closing = False
@@ -385,6 +387,9 @@ class Node:
                 self._epoll.unregister(fd)
 
             missed = [rank for rank in self.ranks_at(node) if rank not in self.presence.closed]
+            if missed:
+                self._killed.add(node)
+
             for rank in missed:
                 self.presence.die(rank, reason)
 
@@ -440,12 +445,19 @@ class Node:
         deadline = time.monotonic() + LINGER
         for link in self.links.values():
             while not link.flush(last=True) and time.monotonic() < deadline:
-                select.select([], [link.socket], [], max(0.0, deadline - time.monotonic()))
+                ready([link.socket.fileno()], deadline - time.monotonic(), select.POLLOUT)
 
             link.close()
 
+        self._await_dead(deadline)
         self._release()
         self.on_end()
+
+    def _await_dead(self, deadline: float) -> None:
+        """A killed process is gone in a moment, and with it the lock by which others know that it lives."""
+        dying = {fd for fd, node in self._pidfds.items() if node in self._killed}
+        while dying and time.monotonic() < deadline:
+            dying -= ready(dying, deadline - time.monotonic())
 
     def forget_fork(self) -> None:
         """In a forked child: this node is the parent's. Its connections must end when the parent does."""

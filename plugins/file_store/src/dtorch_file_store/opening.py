@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import threading
@@ -16,7 +15,7 @@ from datetime import timedelta
 from dtorch_core import BackendContext, DtorchError, StoreTimeoutError, Topology
 from dtorch_core._text import rank_list, seconds
 from dtorch_file_store.directory import SessionDirectory
-from dtorch_file_store.link import Link
+from dtorch_file_store.link import Link, ready
 from dtorch_file_store.node import Node
 from dtorch_file_store.session import Session
 from dtorch_file_store.wire import frame
@@ -193,12 +192,12 @@ class _Meeting:
         pidfds.pop(-1, None)
         try:
             while waiting:
-                ready, _, _ = select.select([listener.fileno(), *pidfds], [], [], self._left())
-                if not ready:
+                found = ready([listener.fileno(), *pidfds], self._left())
+                if not found:
                     raise self._late(sorted(waiting))
 
-                if listener.fileno() not in ready:
-                    ended = pidfds[ready[0]]
+                if listener.fileno() not in found:
+                    ended = pidfds[found.pop()]
                     raise DtorchError(
                         f"{self._ctx.label}: {self._ranks_at(ended)} (pid {self._pid_of(ended)}) ended while it was "
                         f"opened"
@@ -229,7 +228,7 @@ class _Meeting:
             if _peer_of(line)[1] != os.getuid():
                 return None  # not a byte of it is read
 
-            while not link.early and select.select([line], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            while not link.early and ready([line.fileno()], deadline - time.monotonic()):
                 messages = link.receive()
                 if messages is None:
                     return None
