@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import socket
 import struct
 import threading
@@ -385,6 +386,27 @@ class TestSessions:
         assert after[:3] == before[:3]
         assert after[3] - before[3] < 32 << 20
         assert os.listdir(tmp_path / "s") == []
+
+    def test_many_open_files_do_not_matter(self):
+        """What has a number above 1023 is nothing to ``select()``."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard != resource.RLIM_INFINITY and hard < 2000:
+            pytest.skip(f"this process may have {hard} files open")
+
+        files = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+            files += [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+            def body(store):
+                store.barrier()
+
+            on_ranks(body, 3)
+        finally:
+            for file in files:
+                os.close(file)
+
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     def test_other_user_is_refused(self, monkeypatch):
         def getsockopt(self, level, option, *size):
