@@ -27,6 +27,7 @@ from dtorch_core import _authority, _parcel
 from dtorch_core._line import Frame, Line, Word
 from dtorch_core._rank_process import Plan, main
 from dtorch_core._ranks import GRACE, Failure, said
+from dtorch_core._settings import Settings
 from dtorch_core._text import one_line, rank_list, seconds
 from dtorch_core.errors import RankFailedError, UnsupportedOperationError
 
@@ -123,7 +124,12 @@ class ProcessRun:
     """One spawn() over processes, to its caller what ``_ranks.Run`` is over threads."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], devices: dict[int, str], ranks_per_process: int
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        devices: dict[int, str],
+        ranks_per_process: int,
+        settings: Settings,
     ) -> None:
         """
         :raises TypeError: if ``fn`` is none that another process could find.
@@ -132,7 +138,7 @@ class ProcessRun:
         _check_may_start()
         self._work = _parcel.Work(fn, args)
         self._work.check()
-        self._devices, self._ranks_per_process = devices, ranks_per_process
+        self._devices, self._ranks_per_process, self._settings = devices, ranks_per_process, settings
         self._processes: list[RankProcess] = []
         self._results: dict[int, bytearray] = {}
         self.failures: dict[int, Failure] = {}
@@ -163,7 +169,7 @@ class ProcessRun:
         ranks, backends = list(self._devices), _authority.overrides()
         for first in range(0, len(ranks), self._ranks_per_process):
             devices = {rank: self._devices[rank] for rank in ranks[first : first + self._ranks_per_process]}
-            plan = Plan(devices, len(ranks), threads_per_rank, server.port, os.getpid(), backends)
+            plan = Plan(devices, self._settings, threads_per_rank, server.port, os.getpid(), backends)
             with _no_interrupt():
                 process = RankProcess(plan, self._work)
                 self._processes.append(process)

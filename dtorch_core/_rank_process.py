@@ -26,6 +26,7 @@ from dtorch_core._rank_context import RankContext
 from dtorch_core._ranks import GRACE, Run, said
 from dtorch_core._reasons import Kind
 from dtorch_core._scope import Scope
+from dtorch_core._settings import Settings
 from dtorch_core._text import one_line
 
 FAILED = 1
@@ -44,7 +45,8 @@ class Plan:
 
     devices: dict[int, str]
     """The device of each of its ranks."""
-    world_size: int
+    settings: Settings
+    """What they have of their own."""
     threads_per_rank: int | None
     """Intra-op threads; None leaves them alone."""
     port: int
@@ -151,13 +153,15 @@ def _run(plan: Plan, caller: _Caller) -> Run:
     rendezvous = dist.TCPStore("127.0.0.1", plan.port, is_master=False, wait_for_workers=False)
 
     def call(scope: Scope) -> bytes:
-        context = RankContext(scope.rank, plan.world_size, plan.devices[scope.rank], scope)
-        result = fn(context, *args)
+        with plan.settings.entered(scope):
+            context = RankContext(scope.rank, plan.settings.world_size, plan.devices[scope.rank], scope)
+            result = fn(context, *args)
+
         # In the rank's own thread: what its current stream has to do comes before.
         return _wrapped(result, scope.rank)
 
     run = Run(call, plan.devices, rendezvous)
-    with use_backend(**plan.backends) if plan.backends else nullcontext():
+    with plan.settings.held(plan.devices.values()), use_backend(**plan.backends) if plan.backends else nullcontext():
         caller.watches(run)
         caller.line.send(Word.BEGAN)
         try:

@@ -126,7 +126,7 @@ class Run:
     ) -> None:
         self._call, self._devices = call, devices
         meeting = dist.HashStore() if rendezvous is None else rendezvous
-        self._scopes = {rank: Scope(rank, meeting) for rank in devices}
+        self._scopes = {rank: Scope(rank, meeting, device) for rank, device in devices.items()}
         self._changed = threading.Condition()
         self._threads: dict[int, threading.Thread] = {}
         self._threads_per_rank: int | None = None

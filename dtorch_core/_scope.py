@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -23,11 +23,16 @@ class Abortable(Protocol):
 
 
 class Scope:
-    """One rank's open handles, and the rendezvous its names meet at by default."""
+    """One rank's open handles, the rendezvous its names meet at by default, and what it has instead of the process."""
 
-    def __init__(self, rank: int, rendezvous: Store) -> None:
+    def __init__(self, rank: int, rendezvous: Store, device: str = "cpu") -> None:
+        outer = current()
         self.rank = rank
         self.rendezvous = rendezvous
+        self.device = device
+        self.own: dict[str, Any] = {} if outer is None else dict(outer.own)
+        """What other ranks of this process have of their own as well, by whoever looks it up. A rank that spawns ranks
+        is to them what the process is to it."""
         self._lock = threading.Lock()
         self._open: weakref.WeakSet[Abortable] = weakref.WeakSet()
         self._ended: tuple[str, bool] | None = None

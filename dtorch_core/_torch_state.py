@@ -114,7 +114,7 @@ def _split_group(
     backend: Any = world.pg_map[parent][0]
     store = world.pg_map[distributed_c10d._get_default_group()][1]
     global_ranks = [distributed_c10d.get_global_rank(parent, rank) for rank in members]
-    name: Any = f"{parent.group_name}:split:{number}:{'_'.join(map(str, global_ranks))}"
+    name: Any = f"{world.pg_names[parent]}:split:{number}:{'_'.join(map(str, global_ranks))}"
     group, _ = distributed_c10d._new_process_group_helper(
         len(members),
         members.index(parent.rank()),

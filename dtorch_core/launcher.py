@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from dtorch_core import _member, _scope
 from dtorch_core._processes import ProcessRun
 from dtorch_core._rank_context import RankContext
 from dtorch_core._ranks import Run, divided, intra_op
+from dtorch_core._settings import Settings
 from dtorch_core._text import count, rank_list, seconds
 from dtorch_core.errors import (
     AbortedError,
@@ -50,20 +52,42 @@ def spawn(
     :param threads_per_process: ranks in each process, in order; the last one may have fewer.
     :param devices: one for all ranks, or one for each; None is the CPU.
     :param timeout: seconds for the whole run, the start of processes included; None is no limit.
+    :param torch_distributed: each rank has the default process group of ``torch.distributed``, on the backend that
+        fits, so that ``dist.*``, DeviceMesh, DTensor, FSDP2 and DDP work as in processes. docs/threads.md says what
+        ranks that are threads can't have apart.
+    :param rng: "per-rank": torch's default random numbers are drawn as if each rank were a process of its own. A call
+        that draws takes about 3 us longer. "shared": the ranks of a process draw from one generator, in any order.
     :raises RankFailedError: if a rank raised; it names the rank and carries its traceback (also as ``__cause__``).
         Also if its process died, or its result can't be pickled.
     :raises StoreTimeoutError: if ranks have not returned within ``timeout``; they are named.
     :raises TypeError: if ``fn`` or ``args`` can't be pickled for other processes.
-    :raises UnsupportedOperationError: for ``torch_distributed`` and ``rng="per-rank"``.
+    :raises UnsupportedOperationError: if this torch can't be divided among threads as ``torch_distributed`` and
+        ``rng="per-rank"`` need it; the message says what it lacks.
     """
-    _check(fn, world_size, args, ranks_as, threads_per_process, torch_distributed, rng)
+    _check(fn, world_size, args, ranks_as, threads_per_process, rng)
     places = dict(enumerate(_devices(devices, world_size)))
+    shared = ranks_as == "threads" or threads_per_process > 1
+    settings = Settings(world_size, torch_distributed, rng == "per-rank", shared)
     run: Run | ProcessRun
     if ranks_as == "processes":
-        run = ProcessRun(fn, tuple(args), places, threads_per_process)
+        run = ProcessRun(fn, tuple(args), places, threads_per_process, settings)
     else:
-        run = Run(lambda scope: fn(RankContext(scope.rank, world_size, places[scope.rank], scope), *args), places)
 
+        def call(scope: _scope.Scope) -> Any:  # noqa: ANN401 - whatever fn returns
+            with settings.entered(scope):
+                return fn(RankContext(scope.rank, world_size, places[scope.rank], scope), *args)
+
+        run = Run(call, places)
+
+    with ExitStack() as stack:
+        if ranks_as == "threads":
+            stack.enter_context(settings.held(places.values()))
+
+        return _results(run, world_size, timeout)
+
+
+def _results(run: Run | ProcessRun, world_size: int, timeout: float | None) -> list[Any]:
+    """Start the run, wait for it, and end it."""
     outer = _scope.current()
     if outer is not None:
         outer.add(run)
@@ -99,7 +123,6 @@ def _check(
     args: object,
     ranks_as: str,
     threads_per_process: int,
-    torch_distributed: bool,
     rng: str,
 ) -> None:
     if not callable(fn):
@@ -120,13 +143,8 @@ def _check(
     if isinstance(threads_per_process, bool) or not isinstance(threads_per_process, int) or threads_per_process < 1:
         raise ValueError(f"spawn: threads_per_process must be an int of at least 1, not {threads_per_process!r}")
 
-    for asked, what in (
-        (ranks_as == "threads" and threads_per_process != 1, "threads_per_process is for ranks_as='processes'"),
-        (torch_distributed, "torch_distributed=True is not available yet; open_group() gives a process group"),
-        (rng == "per-rank", "rng='per-rank' is not available yet; pass a torch.Generator of the rank's own"),
-    ):
-        if asked:
-            raise UnsupportedOperationError(f"spawn: {what}")
+    if ranks_as == "threads" and threads_per_process != 1:
+        raise UnsupportedOperationError("spawn: threads_per_process is for ranks_as='processes'")
 
 
 def _devices(devices: str | torch.device | Sequence[str | torch.device] | None, world_size: int) -> list[str]:

@@ -96,10 +96,16 @@ class _Handle:
 def _own_device(name: str) -> str:
     """The device of this rank, which c10d does not tell.
 
-    A GPU if there is one: the thread's current one if CUDA has begun, else, where the selector has to choose, the one
-    that a torchrun script of one rank a GPU would take.
+    Of a rank of :func:`dtorch_core.spawn`, what it was given. Else a GPU if there is one: the thread's current one if
+    CUDA has begun, else, where the selector has to choose, the one that a torchrun script of one rank a GPU would take.
     """
     import torch
+
+    from dtorch_core import _scope
+
+    scope = _scope.current()
+    if scope is not None:
+        return scope.device
 
     if not torch.cuda.is_available():
         return "cpu"

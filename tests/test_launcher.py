@@ -423,8 +423,6 @@ class TestArguments:
             ({"threads_per_process": 2}, UnsupportedOperationError, "threads_per_process is for ranks_as='processes'"),
             ({"threads_per_process": 0}, ValueError, "threads_per_process must be an int of at least 1, not 0"),
             ({"threads_per_process": True}, ValueError, "threads_per_process must be an int of at least 1"),
-            ({"torch_distributed": True}, UnsupportedOperationError, "torch_distributed"),
-            ({"rng": "per-rank"}, UnsupportedOperationError, "per-rank"),
             ({"devices": ["cpu"]}, ValueError, "names 1 device for 2 ranks"),
             ({"devices": "tpu:0"}, ValueError, "tpu"),
             ({"devices": "banana"}, ValueError, "device 'banana': a rank's is 'cpu' or 'cuda:N'"),

@@ -1,0 +1,47 @@
+"""The default process group of ``torch.distributed`` for a rank of :func:`spawn`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dtorch_core._scope import Scope
+
+TIMEOUT = 300.0
+"""Seconds that opening, and each collective, may take."""
+
+
+@contextmanager
+def default_group(scope: Scope, world_size: int, *, alone: bool) -> Iterator[None]:
+    """``dist.*`` works in here, in this thread and in those that it starts. Collective.
+
+    What the function in here leaves open is destroyed; not where it raises, since its peers are ended then.
+
+    :param alone: this rank is the only one in its process, whose own default group it becomes.
+    :raises UnsupportedOperationError: if this torch can't be divided among ranks that are threads.
+    """
+    from dtorch_core import _thread_world, torch_backends
+
+    torch_backends.register_any()
+    with ExitStack() as stack:
+        if not alone:
+            stack.enter_context(_thread_world.entered(scope))
+
+        hook = sys.excepthook
+        dist.init_process_group(
+            torch_backends.ANY,
+            store=dist.PrefixStore("torch.distributed", scope.rendezvous),
+            rank=scope.rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=TIMEOUT),
+        )
+        if not alone:
+            sys.excepthook = hook  # c10d's would add this rank's name to what any thread raises
+
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()
