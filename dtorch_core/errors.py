@@ -45,12 +45,15 @@ class PluginVersionError(PluginError):
     """A plugin was written for another version of the hook contract."""
 
 
-class StoreTimeoutError(DtorchError, TimeoutError):
-    """A wait ended at its deadline. The message says who has not come; the wait can be repeated."""
+class StoreTimeoutError(DtorchError, TimeoutError, RuntimeError):
+    """A wait ended at its deadline. The message says who has not come; the wait can be repeated.
+
+    A RuntimeError as well: that is what programs of ``torch.distributed`` catch.
+    """
 
 
-class PeerLostError(DtorchError, ConnectionError):
-    """Another rank died, or left, and what this rank waits for can't come any more."""
+class PeerLostError(DtorchError, ConnectionError, RuntimeError):
+    """Another rank died, or left, and what this rank waits for can't come any more. A RuntimeError as well."""
 
 
 class ProtocolError(DtorchError, RuntimeError):

@@ -11,6 +11,7 @@ forms of c10d's bindings work too: one tensor for a list of one; a ReduceOp, a r
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Concatenate, NamedTuple, ParamSpec
@@ -40,10 +41,12 @@ from dtorch_samedevice_group.arguments import (
 )
 from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine
+from dtorch_samedevice_group.monitored import monitored_barrier
 from dtorch_samedevice_group.options import Options
 from dtorch_samedevice_group.repeats import Repeats
+from dtorch_samedevice_group.sparse import Parts, SparseWork, checked, is_sparse
 from dtorch_samedevice_group.torch_side import TorchSide
-from dtorch_samedevice_group.work import GroupWork, ReceiveWork, SendWork, seconds_of
+from dtorch_samedevice_group.work import GroupWork, ReceiveWork, SendWork, Waited, seconds_of
 
 P = ParamSpec("P")
 
@@ -74,13 +77,13 @@ class Plan(NamedTuple):
 
 def _collective(
     plan: Callable[Concatenate[SameDeviceProcessGroup, P], Plan],
-) -> Callable[Concatenate[SameDeviceProcessGroup, P], GroupWork]:
+) -> Callable[Concatenate[SameDeviceProcessGroup, P], Waited]:
     """A c10d method, of one that says what it is to do."""
 
     name = plan.__name__
 
     @functools.wraps(plan)
-    def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> GroupWork:
+    def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> Waited:
         reading = None if named else repeats.read(name, args)
         if reading is not None and (known := self._repeats.get(reading[0])) is not None:
             note, outputs, work = known
@@ -93,6 +96,10 @@ def _collective(
             return posted
 
         try:
+            first: Any = args[0] if args else None
+            if name == "allreduce" and is_sparse(first):
+                return self._all_reduce_sparse(listed(first), Options.read(args[1:], named))
+
             planned = plan(self, *args, **named)
             check_together(planned.call, planned.tensors)
             for tensor in planned.written:
@@ -145,6 +152,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         self._store = _writable_store(ctx)
         self._engine = Engine(self._store, ctx.name)
         self._repeats = Repeats()
+        self._monitored = itertools.count()
 
     # What the core uses besides c10d's methods (dtorch_core._extras)
 
@@ -297,11 +305,27 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         return Plan("barrier", (), (), collectives.nothing(), Options.read(opts, named).timeout)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that has a time; every rank that has not come is named, with or without ``wait_all_ranks``.
+        """As :mod:`dtorch_samedevice_group.monitored`; without a timeout, the group's."""
+        seconds = self._timeout if timeout is None else seconds_of(timeout, 0)
+        monitored_barrier(self._store, next(self._monitored), seconds, self._timeout, wait_all_ranks)
 
-        :raises StoreTimeoutError: if a rank has not come in time.
-        """
-        self.barrier().wait(timeout)
+    def _all_reduce_sparse(self, tensors: Sequence[Tensor], options: Options) -> Waited:
+        seconds = self._timeout if options.timeout is None else options.timeout
+        work = SparseWork(self, checked(tensors, options), options.op, seconds)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+
+        return work
+
+    @_collective
+    def gather_parts(self, parts: Parts) -> Plan:
+        """What a sparse all_reduce does in its second round."""
+        return _as_one(
+            [
+                self._all_gather(parts.indices, parts.own_indices, Options()),
+                self._all_gather(parts.values, parts.own_values, Options()),
+            ]
+        )
 
     # Point to point
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import CollectiveMismatchError, streams
+from dtorch_core import CollectiveMismatchError, StoreTimeoutError, streams
 from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket
 from dtorch_core.mail import Receipt
@@ -111,7 +111,11 @@ class GroupWork(Waited):
         self._timeout = timeout
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        self._ticket.wait(self._timeout if timeout is None else seconds_of(timeout, self._timeout))
+        try:
+            self._ticket.wait(self._timeout if timeout is None else seconds_of(timeout, self._timeout))
+        except StoreTimeoutError as error:
+            raise StoreTimeoutError(f"{error} (the timeout of this call)") from None  # a word that programs look for
+
         return True
 
     def is_completed(self) -> bool:
