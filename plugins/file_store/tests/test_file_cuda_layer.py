@@ -74,6 +74,9 @@ class OurDriver(Driver):
 
         return NO_ALLOCATION
 
+    def buffer(self, address):
+        return self.allocation(address).buffer
+
     def ipc_handle(self, base):
         self._refuse()
         self.asked.append(base)

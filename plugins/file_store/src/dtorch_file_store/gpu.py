@@ -42,6 +42,9 @@ _TOGETHER = -1
 SWEEP = 0.01
 """Seconds between two looks for memory that was freed: each costs a microsecond for each allocation."""
 
+LOOKING = 150e-6
+"""Seconds: a switch of the GPU between two processes takes as long."""
+
 _left: list[object] = []
 """Tensors that others may read when the session here is closed. Nobody can say any more when they have."""
 
@@ -213,6 +216,17 @@ class Gpu:
             elif finish is not queue:
                 queue.wait_stream(finish)
 
+    def soon(self, home: int, mark: Sequence[int]) -> bool:
+        """Look for a moment whether a node's stream gets to a mark, so that no stream has to wait for it."""
+        peer, wanted, until = self.peer(home), Mark.from_json(mark), time.monotonic() + LOOKING
+        while not peer.reached(wanted):
+            if time.monotonic() > until:
+                return False
+
+            os.sched_yield()
+
+        return True
+
     def check_alive(self, home: int, mark: Sequence[int] | None) -> None:
         """:raises PeerLostError: if a node died before its stream had written what the mark stands for."""
         if mark is not None and home in self.node.gone and not self.peer(home).happened(Mark.from_json(mark)):
@@ -263,7 +277,7 @@ class Gpu:
 
     def close(self) -> None:
         """No more tensors. Waits until this process's streams are where others wait for them, if they still do."""
-        with self._mutex:
+        with self._mutex, self.node.mutex:
             self._closed = True
             here, copies = self._here, list(self._copies.values())
 
@@ -292,7 +306,12 @@ class Gpu:
             self._here.imports.forget(node)
 
     def _on_signals(self, peer: int, message: Message) -> Iterable[Waiter]:
-        self._peers[peer] = self.node.links[peer].take_fd()
+        fd = self.node.links[peer].take_fd()
+        if self._closed:
+            os.close(fd)
+        else:
+            self._peers[peer] = fd
+
         return ()
 
     def _on_freed(self, peer: int, message: Message) -> Iterable[Waiter]:

@@ -22,6 +22,9 @@ from dtorch_file_store.node import Node
 from dtorch_file_store.offers import Brought, form_of
 from dtorch_file_store.wire import frame
 
+LOOKS_AGAIN = 32
+"""Calls after which it is tried again to look for the end of work that did not come soon."""
+
 
 class GpuParts:
     """This node's parts in calls with CUDA tensors."""
@@ -29,6 +32,10 @@ class GpuParts:
     def __init__(self, node: Node, gpu: Gpu) -> None:
         self._node, self._gpu = node, gpu
         self._returning = threading.Lock()
+        self._looks = True
+        """Work has been done soon of late."""
+        self._passed = 0
+        """Calls since the last look."""
 
     def offered(self, offer: Offer, queue: torch.cuda.Stream, work: Work) -> tuple[Brought, list[Any], Held]:
         """An offer of this process, and what others need to know of it.
@@ -107,6 +114,7 @@ class GpuParts:
 
     def order_after(self, call: Call, rank: int, queue: torch.cuda.Stream) -> None:
         """Make a rank's stream wait for the work."""
+        self._look(call)
         self._gpu.order(queue, call.done)
         held = call.held.get(rank)
         if held is not None and not held.copies:
@@ -120,6 +128,14 @@ class GpuParts:
                     self._take_back(call, rank, held, queue)
                 else:
                     queue.wait_event(call.returned[rank])
+
+    def _look(self, call: Call) -> None:
+        """Small work is done a moment after its worker has said so, if the GPU was the worker's. A stream that waited
+        for it would want the GPU for this process, and get it some hundred microseconds later."""
+        self._passed += 1
+        for finish in call.done if self._looks or self._passed >= LOOKS_AGAIN else ():
+            if isinstance(finish, tuple) and finish[1] is not None:
+                self._looks, self._passed = self._gpu.soon(*finish), 0
 
     def drop(self, call: Call, rank: int) -> None:
         """A rank has dropped its ticket without having waited. Called by finalizers, anywhere: takes no lock."""

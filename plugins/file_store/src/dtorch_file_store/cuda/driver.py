@@ -24,6 +24,7 @@ HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 _PORTABLE, _DEVICEMAP = 1, 2
 _WAIT_GEQ = 0
+_INVALID_VALUE = 1
 _INVALID_CONTEXT = 201
 _WRITE_DEFAULT = 0  # with a barrier: what the stream did before is seen by whoever sees the value
 
@@ -125,6 +126,7 @@ class Driver:
         self._context_pop = bind("cuCtxPopCurrent_v2", POINTER(pointer))
         self._synchronize = bind("cuCtxSynchronize")
         self._pointer_attributes = bind("cuPointerGetAttributes", c_uint, c_void_p, c_void_p, pointer)
+        self._pointer_attribute = bind("cuPointerGetAttribute", c_void_p, c_int, pointer)
         self._allocate = bind("cuMemAlloc_v2", POINTER(pointer), c_size_t)
         self._free = bind("cuMemFree_v2", pointer)
         self._ipc_get = bind("cuIpcGetMemHandle", POINTER(_Handle), pointer)
@@ -188,6 +190,16 @@ class Driver:
             if buffer
             else Allocation(0, 0, 0, 0, False)
         )
+
+    def buffer(self, address: int) -> int:
+        """The :attr:`Allocation.buffer` of ``address`` alone; 0 if it is not CUDA's, or was freed."""
+        values = self._scratch.values
+        code = self._pointer_attribute(values, _BUFFER_ID, address)
+        if code == _INVALID_VALUE:
+            return 0
+
+        self._check("cuPointerGetAttribute", code)
+        return values[0]
 
     def allocate(self, nbytes: int) -> int:
         """Memory of the current device that has an interprocess handle: its address.

@@ -94,7 +94,7 @@ class Exports:
         address = tensor.data_ptr()
         place = address, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
         known = self._known.get(place)
-        if known is not None and self._driver.allocation(address).buffer == known[0]:
+        if known is not None and self._driver.buffer(address) == known[0]:
             return known[1]
 
         ticket = self.ticket(tensor)
@@ -103,7 +103,7 @@ class Exports:
             if len(self._known) >= _MOST:
                 self._known.clear()
 
-            self._known[place] = self._driver.allocation(address).buffer, said
+            self._known[place] = self._driver.buffer(address), said
 
         return said
 
@@ -115,7 +115,7 @@ class Exports:
         """
         with self._mutex:
             for base, export in list(self._exports.items()):
-                if self._driver.allocation(base).buffer != export.buffer:
+                if self._driver.buffer(base) != export.buffer:
                     self._retire(base)
 
             gone, self._gone = self._gone, []
