@@ -7,9 +7,6 @@ or sends under it.
 One thread at a time reads the sockets: a thread that waits does it itself, so that a message wakes the thread that it
 is for, not one that would have to wake it. The others sleep; whoever stops reading hands that on to one of them. A
 background thread reads when nobody has waited for a moment.
-
-To fall asleep and be woken takes longer than most answers. So who reads looks again and again for a moment before it
-sleeps, if the wait before was a short one; between looks it offers its core to others.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dtorch_core.presence import Presence
 from dtorch_file_store.link import Link, ready
 from dtorch_file_store.waiting import Notice, Waiter
+from dtorch_file_store.watch import Watch
 from dtorch_file_store.wire import Message
 
 log = logging.getLogger("dtorch")
@@ -31,13 +29,6 @@ log = logging.getLogger("dtorch")
 LEASE = 0.002
 """Seconds without a waiting thread after which the background thread reads: it does not compete with threads that
 wait again and again, and a request of another process finds somebody who answers."""
-
-LOOKING = 100e-6
-"""Seconds that a thread looks for messages before it sleeps. (Measured: what takes 140 us there and back between two
-that sleep takes 40 us between two that look.)"""
-
-SHORT = 10 * LOOKING
-"""A wait of less seconds is a reason to look in the next one: it might have been shorter still."""
 
 LINGER = 1.0
 """Seconds that a node which closes gives to peers that do not read, for its last words."""
@@ -75,12 +66,7 @@ class Node:
         self._driver: object | None = None
         self._followers: list[Waiter] = []
         self._left = 0.0
-        self._epoll = select.epoll()
-        self._kick = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._kick, select.EPOLLIN)
-        self._pidfds: dict[int, int] = {}
-        self._links_by_fd: dict[int, Link] = {}
-        self._blocked: set[int] = set()
+        self._watch = Watch()
         self.gone: set[int] = set()
         """Nodes that have nothing more to say."""
         self.jobs: list[Callable[[], None]] = []
@@ -93,8 +79,6 @@ class Node:
         self.forked = False
         self._reader = 0
         """The thread that reads now."""
-        self._looks = True
-        """Answers have come soon of late."""
         self._quiet = threading.Event()
         """Nobody reads any more. Set once the node closes."""
         self._stints = 0
@@ -110,11 +94,10 @@ class Node:
         """Take over the connections; from now on a peer's death is noticed."""
         for link in links:
             self.links[link.peer] = link
-            self._links_by_fd[link.socket.fileno()] = link
-            self._epoll.register(link.socket.fileno(), select.EPOLLIN)
+            self._watch.add_link(link)
             pid = next(pid for pid, home in zip(self.presence.pids, self.homes, strict=True) if home == link.peer)
             if pid != self.pid:
-                self._watch(link.peer, pid)
+                self._watch.add_process(link.peer, pid)
 
         for link in self.links.values():
             early, link.early = link.early, []
@@ -167,7 +150,7 @@ class Node:
                 break
 
             if not link.flush():
-                self._watch_writable(link)
+                self._watch.await_room(link)
 
         self.trash.clear()  # before those wake who can see it
         for waiter in woken:
@@ -238,11 +221,7 @@ class Node:
         if sleeps:
             waiter.wake()
         elif reads:
-            self.kick()
-
-    def kick(self) -> None:
-        """Make whoever reads look up."""
-        os.eventfd_write(self._kick, 1)
+            self._watch.kick()
 
     def _stop_reading(self) -> None:
         heir: Waiter | None = None
@@ -288,39 +267,18 @@ class Node:
         """Wait for messages once, and handle what has come. Called by the driver, which then is it no more."""
         self._reader = threading.get_ident()
         try:
-            for fd, event in self._events(seconds):
-                link = self._links_by_fd.get(fd)
-                if link is not None:
-                    if event & select.EPOLLOUT:
-                        self._writable(link)
+            for source, reads, room in self._watch.wait(seconds):
+                if isinstance(source, int):
+                    self._ended(source)
+                    continue
 
-                    if event & ~select.EPOLLOUT:
-                        self._take(link)
-                elif fd == self._kick:
-                    os.eventfd_read(self._kick)
-                else:
-                    self._ended(fd)
+                if room and source.flush():
+                    self._watch.has_room(source)
+
+                if reads:
+                    self._take(source)
         finally:
             self._stop_reading()
-
-    def _events(self, seconds: float | None) -> list[tuple[int, int]]:
-        """What has happened to the descriptors, once something has, or the time is over."""
-        if seconds is None:
-            return self._epoll.poll(None)
-
-        poll, start = self._epoll.poll, time.monotonic()
-        if self._looks:
-            until = start + min(seconds, LOOKING)
-            while time.monotonic() < until:
-                events = poll(0)
-                if events:
-                    return events
-
-                os.sched_yield()
-
-        events = poll(seconds)
-        self._looks = time.monotonic() - start < SHORT
-        return events
 
     def look(self) -> None:
         """Handle what has arrived by now, whoever reads; waits for nothing."""
@@ -348,22 +306,7 @@ class Node:
 
     # Death
 
-    def _watch(self, node: int, pid: int) -> None:
-        try:
-            fd = os.pidfd_open(pid)
-        except OSError:
-            return  # the socket's end tells as well
-
-        self._pidfds[fd] = node
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def _ended(self, fd: int) -> None:
-        node = self._pidfds.pop(fd, None)
-        if node is None:
-            return
-
-        self._epoll.unregister(fd)
-        os.close(fd)
+    def _ended(self, node: int) -> None:
         link = self.links[node]
         with link.reading:
             woken = self._handled(link, link.last_words())
@@ -381,11 +324,7 @@ class Node:
 
             self.gone.add(node)
             link.lost = True
-            fd = link.socket.fileno()
-            if fd in self._links_by_fd:
-                del self._links_by_fd[fd]
-                self._epoll.unregister(fd)
-
+            self._watch.remove_link(link)
             missed = [rank for rank in self.ranks_at(node) if rank not in self.presence.closed]
             if missed:
                 self._killed.add(node)
@@ -401,23 +340,6 @@ class Node:
     def lost_nodes(self) -> set[int]:
         """The nodes whose process ended without a goodbye."""
         return {self.homes[rank] for rank in self.presence.died if self.homes[rank] in self.gone}
-
-    # Peers that do not read
-
-    def _watch_writable(self, link: Link) -> None:
-        with self.mutex:
-            fd = link.socket.fileno()
-            if fd in self._links_by_fd and fd not in self._blocked:
-                self._blocked.add(fd)
-                self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
-
-    def _writable(self, link: Link) -> None:
-        if link.flush():
-            with self.mutex:
-                fd = link.socket.fileno()
-                if fd in self._blocked and fd in self._links_by_fd:
-                    self._blocked.discard(fd)
-                    self._epoll.modify(fd, select.EPOLLIN)
 
     # The end
 
@@ -436,7 +358,7 @@ class Node:
     def _finish(self, busy: bool) -> None:
         self._parked.set()
         if busy:
-            self.kick()
+            self._watch.kick()
             self._quiet.wait(LINGER)
 
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -450,14 +372,12 @@ class Node:
             link.close()
 
         self._await_dead(deadline)
-        self._release()
+        self._watch.close()
         self.on_end()
 
     def _await_dead(self, deadline: float) -> None:
         """A killed process is gone in a moment, and with it the lock by which others know that it lives."""
-        dying = {fd for fd, node in self._pidfds.items() if node in self._killed}
-        while dying and time.monotonic() < deadline:
-            dying -= ready(dying, deadline - time.monotonic())
+        self._watch.await_ends(self._killed, deadline)
 
     def forget_fork(self) -> None:
         """In a forked child: this node is the parent's. Its connections must end when the parent does."""
@@ -466,14 +386,4 @@ class Node:
         for link in self.links.values():
             link.close()
 
-        self._release()
-
-    def _release(self) -> None:
-        for fd in self._pidfds:
-            os.close(fd)
-
-        self._pidfds.clear()
-        self._epoll.close()
-        if self._kick >= 0:
-            os.close(self._kick)
-            self._kick = -1
+        self._watch.close()
