@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -67,7 +68,7 @@ def _ask_the_group(name: str, parameter: str, ours: Callable[..., Any]) -> None:
 
         return original(*args, **named)  # type: ignore[misc]
 
-    for module in (distributed_c10d, torch.distributed):
+    for module in (distributed_c10d, sys.modules["torch.distributed"]):  # while torch itself is being imported, too
         if getattr(module, name, None) is original:
             setattr(module, name, function)
 
