@@ -108,6 +108,10 @@ class Session:
 
         self.node.after(woken)
         if last:
+            if self._timer is not None and self._timer is not threading.current_thread():
+                self._timer.cancel()
+                self._timer.join(SETTLING)  # it holds what is let go here
+
             self._bequeath()
             self.gpu.close()
             self.node.close()
