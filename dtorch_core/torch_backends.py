@@ -65,6 +65,7 @@ def _opened(name: str, opts: Any) -> dist.ProcessGroup:  # noqa: ANN401
     from dtorch_core._opening import open_backend
 
     _torch_kernels.serve(DEVICES)
+    _reach(opts.store, opts.group_id)
     chosen = open_backend(
         "group",
         opts.group_id,
@@ -78,6 +79,24 @@ def _opened(name: str, opts: Any) -> dist.ProcessGroup:  # noqa: ANN401
     )
     group: dist.ProcessGroup = chosen.process_group
     return group
+
+
+def _reach(store: dist.Store, name: str) -> None:
+    """See whether the store is there at all: a new connection to a server that is gone is tried for its whole timeout.
+
+    :raises PeerLostError: if it is gone.
+    """
+    import torch.distributed as dist
+
+    from dtorch_core.errors import PeerLostError
+
+    try:
+        store.check(["dtorch"])
+    except dist.DistNetworkError as error:
+        raise PeerLostError(
+            f"process group {name!r}: the store of torch.distributed is gone ({str(error).splitlines()[0]}); has the "
+            f"process that serves it ended?"
+        ) from error
 
 
 class _Handle:
