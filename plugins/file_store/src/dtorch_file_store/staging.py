@@ -46,6 +46,10 @@ GRAIN = 64
 """Tensors are cut at multiples of this many elements, so that blocks begin at cache lines and torch's vectors fit."""
 
 
+_MOST_STEPS = 512
+"""Steps that a plan remembers: it may serve many calls, and working one out takes as long as copying 100 KiB."""
+
+
 class Spot(NamedTuple):
     """Where a block is read or written."""
 
@@ -148,6 +152,7 @@ class Plan:
         split_homes: int = SPLIT_HOMES,
         mapped: Collection[Place] = (),
     ) -> None:
+        self._known: dict[tuple[int, int], Step] = {}
         self._process_of, self._mapped = process_of, frozenset(mapped)
         self._split_bytes, self._split_homes = split_bytes, split_homes
         self._lanes = self._into_lanes(results, shapes)
@@ -167,6 +172,15 @@ class Plan:
 
     def step(self, process: int, number: int) -> Step:
         """What ``process`` does in step ``number``."""
+        known = self._known.get((process, number))
+        if known is None:
+            known = self._step(process, number)
+            if len(self._known) < _MOST_STEPS:
+                self._known[process, number] = known
+
+        return known
+
+    def _step(self, process: int, number: int) -> Step:
         stage: list[Block] = []
         compute: list[Block] = []
         ends: Counter[int] = Counter()  # of what each process's half holds
