@@ -5,7 +5,7 @@
 #   TORCH="..."          arguments for pip that bring torch; where not given, the pin in constraints.txt
 #   VENV_SITE=1          use the torch that $(PYTHON) has, and whatever else it has, and download only what is missing:
 #                        for a machine that came with a CUDA build of torch
-#   PYTEST="..."         arguments for pytest; BENCH="..." for the benchmarks
+#   PYTEST="..."         arguments for pytest; BENCH="..." for the benchmarks; UPSTREAM="..." for PyTorch's own suite
 #   PIP_ARGS="..."       arguments for every `pip install`
 
 PYTHON ?= python3
@@ -15,6 +15,7 @@ DEVICE ?= cpu
 RANKS_AS ?= threads
 PYTEST ?=
 BENCH ?=
+UPSTREAM ?=
 PIP_ARGS ?=
 
 RUN = $(VENV)/bin/python
@@ -23,23 +24,28 @@ PIP = $(RUN) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PINNED = $(if $(VENV_SITE),,-c $(VENV)/constraints.txt)
 MANIFESTS = constraints.txt requirements-demo.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: help demo test cuda bench lint types clean FORCE
+.PHONY: help demo test cuda upstream bench lint types clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
-	@echo "targets: demo test cuda bench lint types clean"
+	@echo "targets: demo test cuda upstream bench lint types clean"
 
 demo: $(VENV)/.model
 	DEVICE="$(DEVICE)" RANKS_AS="$(RANKS_AS)" \
 		$(RUN) -W "ignore:Failed to initialize NumPy" examples/minilm_tensor_parallel.py
 
-test: $(VENV)/.model lint types
+test: $(VENV)/.model $(VENV)/.upstream lint types
 	$(RUN) -P -m pytest $(PYTEST)
 
 # The suite on a GPU: what `make test` skips where there is none, and the conformance kit there instead of on the CPU.
 cuda: $(VENV)/.workspace
 	DEVICE=$(if $(filter cuda%,$(DEVICE)),$(DEVICE),cuda:0) $(RUN) -P -m pytest -m "not packaging" $(PYTEST)
+
+# PyTorch's own tests of c10d backends, on samedevice, with 3 and with 4 ranks; UPSTREAM="--backend gloo" for Gloo.
+upstream: $(VENV)/.upstream
+	PYTHONPATH=$(VENV)/upstream $(RUN) -P tests/upstream/run.py --world-size 3 $(UPSTREAM)
+	PYTHONPATH=$(VENV)/upstream $(RUN) -P tests/upstream/run.py --world-size 4 $(UPSTREAM)
 
 # Measured beside its peers and the machine's own limits; BENCH="--help" says what there is.
 bench: $(VENV)/.workspace
@@ -77,6 +83,11 @@ $(VENV)/.workspace: $(VENV)/.torch $(MANIFESTS)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) $(PINNED) hatchling editables
 	$(PIP) $(PINNED) --no-build-isolation -r requirements-demo.txt
+	@touch $@
+
+# Beside the environment, not in it.
+$(VENV)/.upstream: $(VENV)/.workspace tests/upstream/requirements.txt
+	$(PIP) --target $(VENV)/upstream --upgrade -r tests/upstream/requirements.txt
 	@touch $@
 
 # Without its dependency sentence-transformers: the example reads the weights itself.
