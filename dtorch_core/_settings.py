@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dtorch_core._scope import Scope
+
+if TYPE_CHECKING:
+    from dtorch_core._script import Script
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,8 @@ class Settings:
     per_rank_random: bool = False
     shares_process: bool = False
     """Ranks may be in one process: what is the process's has to be divided among them."""
+    script: Script | None = None
+    """What they run, where it opens its default process group itself."""
 
     @contextmanager
     def held(self, devices: Iterable[str]) -> Iterator[None]:
@@ -36,6 +42,9 @@ class Settings:
 
                 stack.enter_context(random_held(set(devices)))
 
+            if self.script is not None:
+                stack.enter_context(self.script.held())
+
             yield
 
     @contextmanager
@@ -50,6 +59,10 @@ class Settings:
             if self.torch_distributed:
                 from dtorch_core._default_group import default_group
 
-                stack.enter_context(default_group(scope, self.world_size, alone=not self.shares_process))
+                alone, opens = not self.shares_process, self.script is None
+                stack.enter_context(default_group(scope, self.world_size, alone=alone, opens=opens))
+
+            if self.script is not None:
+                stack.enter_context(self.script.entered(scope))
 
             yield

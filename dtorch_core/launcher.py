@@ -68,6 +68,23 @@ def spawn(
     places = dict(enumerate(_devices(devices, world_size)))
     shared = ranks_as == "threads" or threads_per_process > 1
     settings = Settings(world_size, torch_distributed, rng == "per-rank", shared)
+    return launched(fn, args, places, settings, ranks_as, threads_per_process, timeout)
+
+
+def launched(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    places: dict[int, str],
+    settings: Settings,
+    ranks_as: str,
+    threads_per_process: int = 1,
+    timeout: float | None = None,
+) -> list[Any]:
+    """:func:`spawn`, once its arguments have been read.
+
+    :param places: each rank's device.
+    """
+    world_size = settings.world_size
     run: Run | ProcessRun
     if ranks_as == "processes":
         run = ProcessRun(fn, tuple(args), places, threads_per_process, settings)

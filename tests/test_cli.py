@@ -33,7 +33,10 @@ DOCTOR = """
         {body}
 """
 
-PARTS = {"system", "environment", "plugins", "metadata", "torch", "selection", "reports", "flight recorder"}
+PARTS = {
+    "system", "environment", "plugins", "metadata", "torch", "ranks as threads", "selection", "reports",
+    "flight recorder",
+}  # fmt: skip
 """Of the doctor's report."""
 
 

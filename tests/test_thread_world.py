@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtorch_core import RankFailedError, UnsupportedOperationError, _thread_world, spawn
+from dtorch_core import PeerLostError, RankFailedError, UnsupportedOperationError, _thread_world, spawn
 
 LIMIT = 30.0
 
@@ -368,10 +368,17 @@ class TestFailures:
             if ctx.rank == 1:
                 raise ValueError("no")
 
-            dist.all_reduce(rows(ctx.rank))
+            try:
+                dist.all_reduce(rows(ctx.rank))
+            except PeerLostError as error:
+                heard.append(str(error))
+                raise
 
+        heard = []
         with pytest.raises(RankFailedError, match="rank 1 of 4 failed with ValueError: no"):
             run(rank)
+
+        assert len(heard) == 3 and all("rank 1 failed: ValueError: no" in text for text in heard)
 
     def test_what_torch_lacks_is_said(self, monkeypatch):
         monkeypatch.setattr(_thread_world, "MISSING", ["_World has no property pg_map"])

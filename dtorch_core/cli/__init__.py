@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import dtorch_core
-from dtorch_core.cli import check, doctor, explain, plugins
+from dtorch_core.cli import check, doctor, explain, plugins, run
 from dtorch_core.errors import DtorchError
 
-COMMANDS = (plugins, explain, doctor, check)
+COMMANDS = (plugins, explain, doctor, check, run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         summary = (command.__doc__ or "").splitlines()[0]
         sub = commands.add_parser(name, help=summary, description=summary)
         command.add_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print the facts as JSON")
+        if getattr(command, "FACTS", True):
+            sub.add_argument("--json", action="store_true", help="print the facts as JSON")
+
         sub.set_defaults(run=command.run)
 
     return parser

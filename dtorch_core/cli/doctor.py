@@ -22,6 +22,7 @@ from dtorch_core._text import columns, count, describe_error, did_you_mean, one_
 from dtorch_core._topology import Topology
 from dtorch_core.cli import _installations
 from dtorch_core.cli.plugins import problems as problems_of
+from dtorch_core.cli.run import SHARED
 from dtorch_core.errors import PluginError
 
 OLDEST_TORCH = (2, 11)
@@ -151,6 +152,21 @@ def _torch() -> Finding:
     return Finding(facts, columns(rows), [f"torch {torch.__version__} is older than {needed}"] if old else [])
 
 
+def _ranks_as_threads() -> Finding:
+    """Whether this torch can be divided among threads, and what they share all the same."""
+    if sys.modules.get("torch") is None:
+        return Finding(None, ["torch is not installed"])
+
+    from dtorch_core import _rank_random, _thread_world
+
+    facts = {"torch.distributed": _thread_world.MISSING, "random numbers": _rank_random.MISSING}
+    rows = [(f"{what} of each rank's own", "; ".join(lacks) or "yes") for what, lacks in facts.items()]
+    rows += [(f"shared: {what}", which) for what, which in SHARED.items()]
+    missed = {what: "; ".join(lacks) for what, lacks in facts.items() if lacks}
+    problems = [f"ranks that are threads can't have {what} of their own: {lacks}" for what, lacks in missed.items()]
+    return Finding({**facts, "shared": SHARED}, columns(rows), problems)
+
+
 def _selection() -> Finding:
     try:
         _registry.registry()
@@ -229,6 +245,7 @@ PARTS: dict[str, Callable[[], Finding]] = {
     "plugins": _plugins,
     "metadata": _metadata,
     "torch": _torch,
+    "ranks as threads": _ranks_as_threads,
     "selection": _selection,
     "reports": _reports,
     "flight recorder": _calls,

@@ -1,0 +1,103 @@
+"""Run a torchrun script, unmodified, with several ranks on one device."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from typing import TextIO
+
+from dtorch_core._text import did_you_mean
+from dtorch_core.cli.explain import _count, _device
+from dtorch_core.errors import RankFailedError
+
+FACTS = False
+"""It prints what the script prints."""
+
+SHARED = {
+    "imported modules": "their variables and caches; a script's own __main__ is each rank's",
+    "the working directory": "os.chdir",
+    "the process": "os.getpid, limits, sys.path, the main thread, exit handlers (run at the end of all ranks)",
+    "settings of torch": "default dtype, backend flags, deterministic algorithms, number of threads",
+    "random numbers beside torch's": "random, numpy.random",
+    "warnings and logging": "a warning shown once is shown for one rank; logging.basicConfig is the first rank's",
+    "the environment in C": "what a rank sets in os.environ, C code and child processes see as the last rank set it",
+    "compiled code": "torch.compile's caches and its limit of recompilations",
+}
+"""What ranks that are threads can't have apart, and what that is about."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The script, and where it runs."""
+    number = ("--nproc", "--nproc-per-node", "--nproc_per_node")
+    parser.add_argument(*number, dest="nproc", type=_count, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--ranks-as", choices=("threads", "processes"), default="threads", help="(threads)")
+    parser.add_argument("--device", type=_device, help="of all ranks: cpu, or cuda:N (the first GPU if there is one)")
+    parser.add_argument(
+        "--nccl-as", default="dtorch", metavar="NAME",
+        help="the backend of groups for which the script asks for nccl or gloo (dtorch: the one that fits)",
+    )  # fmt: skip
+    parser.add_argument("--rng", choices=("per-rank", "shared"), default="per-rank", help="random numbers (per-rank)")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="a file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def run(options: argparse.Namespace, out: TextIO) -> int:
+    """Run it. The status is the script's: 0, or that of the rank that failed first."""
+    if not options.module and not os.path.isfile(options.script):
+        raise argparse.ArgumentTypeError(f"there is no file {options.script!r}")
+
+    import torch
+
+    from dtorch_core import _rank_output, _script
+    from dtorch_core._settings import Settings
+    from dtorch_core.launcher import launched
+
+    device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    if device != "cpu" and int(device.partition(":")[2]) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"there is no {device}: torch sees {torch.cuda.device_count()} GPUs here")
+
+    script = _script.Script(
+        options.script, options.module, tuple(options.arguments), _backend(options.nccl_as), options.nproc, _free_port()
+    )
+    settings = Settings(options.nproc, True, options.rng == "per-rank", options.ranks_as == "threads", script)
+    places = dict.fromkeys(range(options.nproc), device)
+    with _rank_output.held(out):
+        try:
+            launched(_script.run, (script,), places, settings, options.ranks_as)
+        except RankFailedError as error:
+            print(f"dtorch run: {error}", file=sys.stderr)
+            return _status(error)
+
+    return 0
+
+
+def _backend(name: str) -> str:
+    """A name that c10d has, or that of a group backend that is installed."""
+    from torch.distributed import Backend
+
+    from dtorch_core import torch_backends
+    from dtorch_core._registry import registry
+
+    known = [torch_backends.ANY, *registry().offers("group")]
+    if name not in (*known, *Backend.backend_list):
+        raise argparse.ArgumentTypeError(
+            f"--nccl-as: there is no group backend {name!r}.{did_you_mean(name, known)} Installed: {', '.join(known)}"
+        )
+
+    return name
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _status(error: RankFailedError) -> int:
+    """As Python ends a program that raised this."""
+    cause = error.__cause__
+    return cause.code & 0xFF if isinstance(cause, SystemExit) and isinstance(cause.code, int) else 1
