@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -22,6 +23,7 @@ from dtorch_file_store.wire import frame
 
 _CREDENTIALS = struct.Struct("3i")
 _UP = "up"
+_HELLO, _FAILED = "hello", "failed"
 
 HELLO = 5.0
 """Seconds that whoever connects has to say who it is."""
@@ -120,7 +122,8 @@ class _Meeting:
             for other in range(self._nodes):
                 self._await(other)
 
-            links = [self._connect(other) for other in range(self._index)]
+            hello = frame(_HELLO, self._token, self._index, "")
+            links = [self._connect(other, hello) for other in range(self._index)]
             links += self._accept(listener, range(self._index + 1, self._nodes))
         finally:
             listener.close()
@@ -130,8 +133,13 @@ class _Meeting:
         return links
 
     def fail(self, error: BaseException) -> None:
-        """Tell those that wait for this node."""
-        self._ctx.rendezvous.set(f"{_UP}/{self._index}", f"{type(error).__name__}: {error}")
+        """Tell those that wait for this node: for its word at the rendezvous, or for its connection."""
+        text = f"{type(error).__name__}: {error}"
+        self._ctx.rendezvous.set(f"{_UP}/{self._index}", text)
+        for other in range(self._index):
+            with contextlib.suppress(DtorchError):  # it has given up itself, or has us already
+                self._connect(other, frame(_FAILED, self._token, self._index, text)).close()
+
         self.close()
 
     def close(self) -> None:
@@ -166,14 +174,16 @@ class _Meeting:
         if failure:
             raise DtorchError(f"{self._ctx.label}: {self._ranks_at(node)} can't take part: {failure}")
 
-    def _connect(self, node: int) -> Link:
-        assert self._directory is not None
+    def _connect(self, node: int, word: bytes) -> Link:
+        if self._directory is None:
+            raise DtorchError(f"{self._ctx.label}: this process has no folder for the session")
+
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             line.settimeout(self._left())
             line.connect(self._directory.socket_path(node))
             self._check_peer(line, node)
-            line.sendall(frame("hello", self._token, self._index))
+            line.sendall(word)
         except OSError as error:
             line.close()
             raise DtorchError(
@@ -222,7 +232,10 @@ class _Meeting:
         return links
 
     def _hello(self, line: socket.socket) -> Link | None:
-        """The link to the node at the other end; None if it is none of this session."""
+        """The link to the node at the other end; None if it is none of this session.
+
+        :raises DtorchError: if it says that it can't take part.
+        """
         link, deadline = Link(line, -1), min(self._deadline, time.monotonic() + HELLO)
         try:
             if _peer_of(line)[1] != os.getuid():
@@ -237,13 +250,17 @@ class _Meeting:
 
             # It may have begun to work already: what follows is for the session.
             hello = link.early.pop(0)
-            token, link.peer = hello.fields
-            if hello.kind != "hello" or token != self._token or link.peer not in range(self._nodes):
+            token, link.peer, failure = hello.fields
+            if hello.kind not in (_HELLO, _FAILED) or token != self._token or link.peer not in range(self._nodes):
                 return None
 
             self._check_peer(line, link.peer)
         except (OSError, ValueError, TypeError, EOFError, LookupError, DtorchError):
             return None
+
+        if failure:
+            line.close()
+            raise DtorchError(f"{self._ctx.label}: {self._ranks_at(link.peer)} can't take part: {failure}")
 
         return link
 
