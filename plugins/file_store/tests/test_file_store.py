@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dtorch_file_store import opening
 from dtorch_file_store.directory import VARIABLE
 from dtorch_file_store.link import Link
 from dtorch_file_store.wire import frame
@@ -352,6 +353,30 @@ class TestMemory:
             return int(got.sum()) is not None
 
         assert run_ranks(rank, 2, LIMIT) == [None, True]
+
+
+@pytest.mark.usefixtures("node_each")
+class TestOpening:
+    def test_opening_ends_on_every_rank_if_one_cannot_take_part(self, monkeypatch):
+        """At once, and with its reason, whether they wait for its word or for its connection."""
+        connect = opening._Meeting._connect
+
+        def without_room(meeting, node, word):
+            if meeting._index == 2 and node == 1 and b"no room" not in word:
+                raise OSError("no room")
+
+            return connect(meeting, node, word)
+
+        monkeypatch.setattr(opening._Meeting, "_connect", without_room)
+
+        def rank(ctx):
+            begun = time.monotonic()
+            with pytest.raises((DtorchError, OSError), match="no room"):
+                ctx.open_store("own", backend="file", timeout=LIMIT)
+
+            return time.monotonic() - begun
+
+        assert max(run_ranks(rank, 4, 2 * LIMIT)) < LIMIT / 2
 
 
 def held():
