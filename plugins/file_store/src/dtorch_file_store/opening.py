@@ -115,6 +115,7 @@ class _Meeting:
         self._directory = SessionDirectory(self._token, self._index, about)
         path = self._directory.socket_path(self._index)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        links: list[Link] = []
         try:
             listener.bind(path)
             listener.listen(self._nodes)
@@ -123,8 +124,15 @@ class _Meeting:
                 self._await(other)
 
             hello = frame(_HELLO, self._token, self._index, "")
-            links = [self._connect(other, hello) for other in range(self._index)]
+            for other in range(self._index):
+                links.append(self._connect(other, hello))
+
             links += self._accept(listener, range(self._index + 1, self._nodes))
+        except BaseException:
+            for link in links:
+                link.close()
+
+            raise
         finally:
             listener.close()
             if os.path.exists(path):
