@@ -293,7 +293,8 @@ class TestArguments:
         "two dtypes": lambda pg: pg.allreduce([torch.zeros(2), torch.zeros(2).half()]),
         "lists of two lengths": lambda pg: pg.all_gather_single_coalesced([torch.zeros(4)], [torch.zeros(2)] * 2),
         "an expanded output": lambda pg: pg.allreduce([torch.zeros(1).expand(2)]),
-        "a sparse tensor": lambda pg: pg.allreduce([torch.zeros(2).to_sparse()]),
+        "a sparse tensor": lambda pg: pg.broadcast([torch.zeros(2).to_sparse()], 0),
+        "two sparse tensors": lambda pg: pg.allreduce([torch.zeros(2).to_sparse()] * 2),
         "too few inputs": lambda pg: pg.alltoall([torch.zeros(2)] * 2, [torch.zeros(2)]),
     }
 
@@ -327,6 +328,109 @@ class TestArguments:
             pg.barrier().wait()
 
         on_ranks(body)
+
+
+class TestSparse:
+    """all_reduce of tensors that hold values at some places only; other ones on each rank."""
+
+    @staticmethod
+    def sparse(rank, rows=4):
+        """Row ``rank`` twice, and the last one."""
+        values = torch.arange(6.0).view(3, 2) + 100 * (rank + 1)
+        return torch.sparse_coo_tensor([[rank, rank, rows - 1]], values, (rows, 2), check_invariants=True)
+
+    @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG])
+    def test_values_at_one_place_are_added(self, op):
+        def body(pg, group):
+            x = self.sparse(pg.rank())
+            work = pg.allreduce([x], op)
+            work.wait()
+            expected = sum(self.sparse(rank).to_dense() for rank in (0, 1))
+            assert torch.equal(x.to_dense(), expected / 2 if op == dist.ReduceOp.AVG else expected)
+            assert work.is_completed() and work.result()[0] is x
+
+        on_ranks(body)
+
+    def test_rank_without_values(self):
+        def body(pg, group):
+            x = self.sparse(0) if pg.rank() == 0 else torch.zeros(4, 2).to_sparse(1)
+            pg.allreduce([x]).wait()
+            assert torch.equal(x.to_dense(), self.sparse(0).to_dense())
+
+        on_ranks(body)
+
+    def test_future_without_a_wait(self):
+        def body(pg, group):
+            x, y = self.sparse(pg.rank()), part(pg.rank(), 3)
+            future = pg.allreduce([x]).get_future()
+            pg.allreduce([y]).wait()  # another call, before anybody waits for the first one
+            (result,) = future.wait()
+            assert torch.equal(result.to_dense(), sum(self.sparse(rank).to_dense() for rank in (0, 1)))
+            assert torch.equal(y, part(0, 3) + part(1, 3))
+
+        on_ranks(body)
+
+    def test_op_that_needs_a_value_everywhere(self):
+        def body(pg, group):
+            with pytest.raises(UnsupportedOperationError, match="sum and avg, not max"):
+                pg.allreduce([self.sparse(pg.rank())], dist.ReduceOp.MAX)
+
+            pg.barrier().wait()
+
+        on_ranks(body)
+
+    OTHERS = {
+        "dense": lambda: torch.zeros(4, 2),
+        "another shape": lambda: torch.zeros(5, 2).to_sparse(1),
+        "other sparse dims": lambda: torch.zeros(4, 2).to_sparse(),
+    }
+
+    @pytest.mark.parametrize("other", OTHERS)
+    def test_ranks_that_do_not_fit(self, other):
+        def body(pg, group):
+            x = self.sparse(0) if pg.rank() == 0 else self.OTHERS[other]()
+            with pytest.raises(CollectiveMismatchError):
+                pg.allreduce([x]).wait()
+
+            pg.barrier().wait()
+
+        on_ranks(body)
+
+
+class TestMonitoredBarrier:
+    def test_rank_that_is_late_is_named_and_the_group_goes_on(self):
+        def body(pg, group):
+            if pg.rank() == 2:
+                pg.barrier().wait()
+            else:
+                words = "Rank 2 failed to pass" if pg.rank() == 0 else "Rank 1 successfully reached"
+                with pytest.raises(StoreTimeoutError, match=words):
+                    pg.monitored_barrier(timedelta(seconds=0.1))
+
+                pg.barrier().wait()
+
+        on_ranks(body, 3)
+
+    def test_all_that_are_late_are_named(self):
+        def body(pg, group):
+            if pg.rank() == 0:
+                with pytest.raises(StoreTimeoutError, match="Ranks 1, 2 failed to pass"):
+                    pg.monitored_barrier(0.1, wait_all_ranks=True)
+
+            pg.barrier().wait()
+
+        on_ranks(body, 3)
+
+    def test_nobody_passes_before_all_are_there(self):
+        here = []
+
+        def body(pg, group):
+            pg.barrier().wait()
+            here.append(pg.rank())
+            pg.monitored_barrier()
+            assert len(here) == 3
+
+        on_ranks(body, 3)
 
 
 class TestMessages:

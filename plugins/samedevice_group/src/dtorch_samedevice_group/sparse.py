@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, UnsupportedOperationError, UnsupportedTensorError
 from dtorch_core._shapes import describe
-from dtorch_core.joint import Ticket
+from dtorch_core.joint import Ticket, copy_of
 from dtorch_samedevice_group.options import Options
 from dtorch_samedevice_group.work import Waited
 
@@ -121,7 +121,7 @@ class SparseWork(Waited):
         self._first.wait(timeout)
         self._go_on()
         if self._error is not None:
-            raise self._error
+            raise copy_of(self._error)
 
         assert self._second is not None and self._parts is not None, "begun, or failed"
         self._second._end(max(deadline - time.monotonic(), 0))
@@ -133,7 +133,9 @@ class SparseWork(Waited):
     def _add_up(self, parts: Parts) -> None:
         with torch.no_grad():
             indices, values = torch.cat(list(parts.indices), 1), torch.cat(list(parts.values))
-            whole = torch.sparse_coo_tensor(indices, values, self._tensor.shape).coalesce()
+            # The places are good: they come from tensors of the same shape.
+            added = torch.sparse_coo_tensor(indices, values, self._tensor.shape, check_invariants=False)
+            whole = added.coalesce()
             self._tensor.copy_(whole / self._group.size() if self._op == "avg" else whole)
 
     def _add_done_callback(self, callback: Callable[[], None]) -> None:
