@@ -125,7 +125,9 @@ def _exchange(store: dtorch_core.TensorStore, nbytes: int, plan: Plan, queues: S
     def steps(count: int, work: bool, whole: bool) -> list[float]:
         taken = []
         for _ in range(count):
-            torch.cuda.synchronize()
+            if work:
+                torch.cuda.synchronize()
+
             begin = perf_counter()
             if store.rank == 0:
                 if work:
@@ -145,8 +147,11 @@ def _exchange(store: dtorch_core.TensorStore, nbytes: int, plan: Plan, queues: S
                 store.dest_finish_get("k")
                 end = perf_counter()
 
-            torch.cuda.synchronize()
-            taken.append((perf_counter() if whole else end) - begin)
+            if whole:
+                torch.cuda.synchronize()
+                end = perf_counter()
+
+            taken.append(end - begin)
 
         return taken
 

@@ -65,7 +65,7 @@ def play(ctx, chosen):
 
 
 def _opened(ctx, kind, name):
-    if kind == "store":
+    if kind != "group":
         return ctx.open_store(name, backend="file", timeout=LIMIT)
 
     return ctx.open_group(name, backend="samedevice", timeout=LIMIT)
@@ -399,6 +399,16 @@ def left_by_a_producer(store):
     take(store, "left", coded(0, SIZE, GPU))
 
 
+@program("memory without a handle")
+def offered_by_a_copy(store):
+    """What the other programs then show is how that goes."""
+    tensor = coded(0, SIZE, GPU)
+    _, copy = store._session.gpu.offer(tensor, torch.cuda.current_stream())
+    assert copy is not None
+    assert same(copy, tensor)
+    store._session.gpu.copies(tensor.device).give_back(copy, torch.cuda.current_stream())
+
+
 @program("store")
 def through_the_host(store):
     """Where memory can't be mapped: the values are right, and who wants more learns why."""
@@ -484,11 +494,11 @@ def collectives_behind_a_late_rank(group):
 
         for number, collective in enumerate(COLLECTIVES):
             late = number % group.world_size
+            xs = _inputs(group, shape, torch.float32, number)
             x = torch.zeros(shape, device=GPU)
             if group.rank == late:
-                torch.cuda._sleep(LONG // 4)
+                torch.cuda._sleep(LONG // 2)
 
-            xs = _inputs(group, shape, torch.float32, number)
             x.copy_(coded(10 * number + group.rank, shape, GPU))
             got = collective.call(group, x)
             if group.rank == late or collective.root is None:

@@ -43,6 +43,7 @@ PLAYED = {
     "2 processes": RANKS.names("group"),
     "4 processes": RANKS.names("group"),
     "expandable segments": [
+        *RANKS.names("memory without a handle"),
         "ordered_on_the_current_stream",
         "rewritten_in_place_after_the_wait",
         "one_buffer_again_and_again",

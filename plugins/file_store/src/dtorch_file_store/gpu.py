@@ -42,23 +42,8 @@ _TOGETHER = -1
 SWEEP = 0.01
 """Seconds between two looks for memory that was freed: each costs a microsecond for each allocation."""
 
-LOOKING = 150e-6
-"""Seconds: a switch of the GPU between two processes takes as long."""
-
 _left: list[object] = []
 """Tensors that others may read when the session here is closed. Nobody can say any more when they have."""
-
-_streams: dict[tuple[int, ...], torch.cuda.Stream] = {}
-
-
-def current(ordinal: int) -> torch.cuda.Stream:
-    """The current stream of a device. (torch makes an object of it each time, which takes longer than all else.)"""
-    name = tuple(torch._C._cuda_getCurrentStream(ordinal))
-    stream = _streams.get(name)
-    if stream is None:
-        stream = _streams[name] = torch.cuda.current_stream(ordinal)
-
-    return stream
 
 
 class Here(NamedTuple):
@@ -215,17 +200,6 @@ class Gpu:
                 queue.wait_event(finish)
             elif finish is not queue:
                 queue.wait_stream(finish)
-
-    def soon(self, home: int, mark: Sequence[int]) -> bool:
-        """Look for a moment whether a node's stream gets to a mark, so that no stream has to wait for it."""
-        peer, wanted, until = self.peer(home), Mark.from_json(mark), time.monotonic() + LOOKING
-        while not peer.reached(wanted):
-            if time.monotonic() > until:
-                return False
-
-            os.sched_yield()
-
-        return True
 
     def check_alive(self, home: int, mark: Sequence[int] | None) -> None:
         """:raises PeerLostError: if a node died before its stream had written what the mark stands for."""

@@ -17,13 +17,11 @@ from dtorch_core import AbortedError, UnsupportedOperationError, streams
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Work
 from dtorch_file_store.calls import Call, Held
+from dtorch_file_store.cuda.current import on
 from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.node import Node
 from dtorch_file_store.offers import Brought, form_of
 from dtorch_file_store.wire import frame
-
-LOOKS_AGAIN = 32
-"""Calls after which it is tried again to look for the end of work that did not come soon."""
 
 
 class GpuParts:
@@ -32,10 +30,6 @@ class GpuParts:
     def __init__(self, node: Node, gpu: Gpu) -> None:
         self._node, self._gpu = node, gpu
         self._returning = threading.Lock()
-        self._looks = True
-        """Work has been done soon of late."""
-        self._passed = 0
-        """Calls since the last look."""
 
     def offered(self, offer: Offer, queue: torch.cuda.Stream, work: Work) -> tuple[Brought, list[Any], Held]:
         """An offer of this process, and what others need to know of it.
@@ -98,7 +92,7 @@ class GpuParts:
 
         try:
             gpu.order(queue, [offer.ready for offer in brought])
-            with torch.cuda.stream(queue):
+            with on(queue):
                 for task in work(mapped):
                     task()
         finally:
@@ -114,8 +108,9 @@ class GpuParts:
 
     def order_after(self, call: Call, rank: int, queue: torch.cuda.Stream) -> None:
         """Make a rank's stream wait for the work."""
-        self._look(call)
-        self._gpu.order(queue, call.done)
+        if queue is not call.queue or self._node.index != self._worker:
+            self._gpu.order(queue, call.done)  # the work is on that very stream
+
         held = call.held.get(rank)
         if held is not None and not held.copies:
             held = call.held.pop(rank, None)
@@ -128,14 +123,6 @@ class GpuParts:
                     self._take_back(call, rank, held, queue)
                 else:
                     queue.wait_event(call.returned[rank])
-
-    def _look(self, call: Call) -> None:
-        """Small work is done a moment after its worker has said so, if the GPU was the worker's. A stream that waited
-        for it would want the GPU for this process, and get it some hundred microseconds later."""
-        self._passed += 1
-        for finish in call.done if self._looks or self._passed >= LOOKS_AGAIN else ():
-            if isinstance(finish, tuple) and finish[1] is not None:
-                self._looks, self._passed = self._gpu.soon(*finish), 0
 
     def drop(self, call: Call, rank: int) -> None:
         """A rank has dropped its ticket without having waited. Called by finalizers, anywhere: takes no lock."""
@@ -159,7 +146,7 @@ class GpuParts:
     def _take_back(self, call: Call, rank: int, held: Held, queue: torch.cuda.Stream) -> None:
         """Bring the results from the copies, if the work was done."""
         written = {place.number for place in call.written if place.rank == rank and call.error is None}
-        with torch.cuda.stream(queue):
+        with on(queue):
             for number, (tensor, copy) in enumerate(zip(held.tensors, held.copies, strict=True)):
                 if copy is not None and number in written:
                     with torch.inference_mode(tensor.is_inference()):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dtorch_core import AbortedError, UnsupportedOperationError, streams
-from dtorch_file_store.gpu import Gpu, Said, current
+from dtorch_file_store.cuda.current import current, on
+from dtorch_file_store.gpu import Gpu, Said
 from dtorch_file_store.values import Value, own_value
 
 
@@ -59,7 +60,7 @@ def message(gpu: Gpu, tensor: Tensor, stream: torch.cuda.Stream | None, *, near:
 
     :param near: it is a rank of this process, which gets the copy itself.
     """
-    with torch.cuda.stream(stream):
+    with on(stream):
         copy = tensor.clone(memory_format=torch.contiguous_format)
 
     if near:
@@ -144,7 +145,7 @@ class OfferedValue(Value):
         self._gpu.order(queue, marks)
         if self._copy is not None:
             if self._writable:
-                with torch.cuda.stream(queue):
+                with on(queue):
                     self._original.copy_(self._copy)
 
             self._gpu.copies(self._copy.device).give_back(self._copy, queue)

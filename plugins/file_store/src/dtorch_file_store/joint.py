@@ -30,7 +30,8 @@ from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store import offers
 from dtorch_file_store.arena import Arena, Mapping
 from dtorch_file_store.calls import Call
-from dtorch_file_store.gpu import Gpu, current
+from dtorch_file_store.cuda.current import current
+from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.gpu_parts import GpuParts
 from dtorch_file_store.node import Node
 from dtorch_file_store.parts import Parts

@@ -18,6 +18,7 @@ from dtorch_core import AbortedError, StoreTimeoutError, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.mail import Receipt
 from dtorch_core.presence import Failure, raise_if, settle
+from dtorch_file_store.cuda.current import on
 from dtorch_file_store.node import Node
 from dtorch_file_store.values import Value
 from dtorch_file_store.waiting import Notice, Waiter
@@ -258,7 +259,7 @@ class FileReceipt(Receipt):
             if self._tensor is None:
                 tensor = letter.value.borrow(stream)
                 if letter.number:
-                    with torch.cuda.stream(stream):
+                    with on(stream):
                         tensor = tensor.clone(memory_format=torch.contiguous_format)
 
                     self._letters.got(letter, letter.value.mark(stream))

@@ -15,6 +15,7 @@ from torch import Tensor
 from dtorch_core import streams
 from dtorch_core.errors import AbortedError, ProtocolError
 from dtorch_file_store.cuda.borrowed import bytes_at
+from dtorch_file_store.cuda.current import on
 from dtorch_file_store.cuda.driver import Driver, DriverError
 from dtorch_file_store.cuda.janitor import JANITOR, Holding
 from dtorch_file_store.extents import Extents, part_size
@@ -71,7 +72,7 @@ class Copies:
             address = self._take(-(-part_size(layout.nbytes) // _ALIGNMENT) * _ALIGNMENT)
 
         memory = bytes_at(address, layout.nbytes, self._ordinal)
-        with torch.cuda.stream(stream):
+        with on(stream):
             write(tensor, layout, memory)
 
         streams.keep_until_done(tensor, stream)
