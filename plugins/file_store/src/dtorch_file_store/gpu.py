@@ -42,6 +42,10 @@ _TOGETHER = -1
 SWEEP = 0.01
 """Seconds between two looks for memory that was freed: each costs a microsecond for each allocation."""
 
+LOOKING = 400e-6
+"""Seconds that a thread looks for messages before it sleeps: a peer's answer takes as long, since its calls of CUDA
+come before it. (Measured on an H200: to be woken adds 40 us to an exchange of 390 us.)"""
+
 _left: list[object] = []
 """Tensors that others may read when the session here is closed. Nobody can say any more when they have."""
 
@@ -95,6 +99,7 @@ class Gpu:
 
                     self._here = Here(calls, devices, own, Exports(calls, devices), Imports(calls, devices))
 
+            self.node.look_longer(LOOKING)
             self.node.after()  # not under the mutex: it may do somebody's job
 
         assert self._here is not None

@@ -30,6 +30,9 @@ LEASE = 0.002
 """Seconds without a waiting thread after which the background thread reads: it does not compete with threads that
 wait again and again, and a request of another process finds somebody who answers."""
 
+CORES = 2
+"""For each process: so many, and its peers and its own other threads work on while a thread of it looks for long."""
+
 LINGER = 1.0
 """Seconds that a node which closes gives to peers that do not read, for its last words."""
 
@@ -123,6 +126,11 @@ class Node:
     def is_near(self, rank: int) -> bool:
         """Whether a rank is one of this process."""
         return self.homes[rank] == self.index
+
+    def look_longer(self, seconds: float) -> None:
+        """Whoever waits looks for so long before it sleeps, if there are cores enough for that."""
+        if len(os.sched_getaffinity(0)) >= CORES * (1 + len(self.links)):
+            self._watch.looking = seconds
 
     # Talking. Under the mutex; what is queued leaves with the next :meth:`after`.
 

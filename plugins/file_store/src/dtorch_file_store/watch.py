@@ -46,6 +46,8 @@ class Watch:
         self._links: dict[int, Link] = {}
         self._full: set[int] = set()
         self._processes: dict[int, int] = {}
+        self.looking = LOOKING
+        """How long a thread of this one looks."""
         self._looks = True
         """Answers have come soon of late."""
 
@@ -125,7 +127,7 @@ class Watch:
 
         poll, start = self._epoll.poll, time.monotonic()
         if self._looks:
-            until = start + min(seconds, LOOKING)
+            until = start + min(seconds, self.looking)
             while time.monotonic() < until:
                 events = poll(0)
                 if events:
