@@ -52,6 +52,8 @@ class Letters:
         self._receipts: dict[int, list[FileReceipt]] = {rank: [] for rank in node.own_ranks}
         self._sent: dict[int, tuple[int, Value]] = {}
         self._numbers = 0
+        self._leaver: Waiter | None = None
+        """Who waits until nothing lies here any more."""
         node.handlers["letter"] = self._on_letter
         node.handlers["got letter"] = self._on_got
 
@@ -63,6 +65,10 @@ class Letters:
             raise_if(self.ended(src, f"send to rank {dst}"))
             if home == node.index:
                 woken = self._deliver(Letter(src, tag, 0, value), dst)
+            elif home in node.gone:
+                woken = []
+                value.finished()
+                node.jobs.append(partial(value.abandon, ()))  # nobody will take it
             else:
                 woken, number = [], 0
                 described = value.describe()
@@ -139,10 +145,16 @@ class Letters:
             for waiter in receipt.give_up(self.why_no_message(receipt))
         ]
 
-    def node_gone(self, node: int) -> None:
+    def await_receivers(self, rank: int) -> Waiter:
+        """To wait until nothing lies here any more. Under the mutex."""
+        self._leaver = Waiter(rank)
+        self._leaver.done = not self._sent
+        return self._leaver
+
+    def node_gone(self, node: int) -> list[Waiter]:
         """A node takes nothing any more. Under the mutex."""
-        for number in [number for number, (home, _) in self._sent.items() if home == node]:
-            self._take_back(number, [])
+        gone = [number for number, (home, _) in self._sent.items() if home == node]
+        return [waiter for number in gone for waiter in self._take_back(number, [])]
 
     def _deliver(self, letter: Letter, dst: int) -> list[Waiter]:
         receipts = self._receipts[dst]
@@ -154,10 +166,15 @@ class Letters:
         receipts.remove(receipt)
         return receipt.fulfil(letter)
 
-    def _take_back(self, number: int, marks: Sequence[Any]) -> None:
+    def _take_back(self, number: int, marks: Sequence[Any]) -> list[Waiter]:
         _, value = self._sent.pop(number)
         value.finished()
         self.node.jobs.append(partial(value.abandon, marks))
+        if self._sent or self._leaver is None or self._leaver.settled:
+            return []
+
+        self._leaver.done = True
+        return [self._leaver]
 
     def _on_letter(self, peer: int, message: Message) -> Iterable[Waiter]:
         src, dst, tag, number, described = message.fields
@@ -165,10 +182,10 @@ class Letters:
 
     def _on_got(self, peer: int, message: Message) -> Iterable[Waiter]:
         number, mark = message.fields
-        if number in self._sent:
-            self._take_back(number, [] if mark is None else [(peer, mark)])
+        if number not in self._sent:
+            return ()
 
-        return ()
+        return self._take_back(number, [] if mark is None else [(peer, mark)])
 
 
 class FileReceipt(Receipt):

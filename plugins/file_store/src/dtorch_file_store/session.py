@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +19,7 @@ from dtorch_file_store.gpu_values import MappedGpuValue, UploadedValue
 from dtorch_file_store.joint import Joint
 from dtorch_file_store.keys import Keys
 from dtorch_file_store.letters import Letters
-from dtorch_file_store.node import Node
+from dtorch_file_store.node import LINGER, Node
 from dtorch_file_store.tensors import Layout
 from dtorch_file_store.values import ArrivedValue, MappedValue, Value
 from dtorch_file_store.waiting import Waiter
@@ -112,13 +113,21 @@ class Session:
                 self._timer.cancel()
                 self._timer.join(SETTLING)  # it holds what is let go here
 
-            self._bequeath()
+            self._bequeath(rank)
             self.gpu.close()
             self.node.close()
             self.let_go()
 
-    def _bequeath(self) -> None:
-        """The last rank of this process has left: what others may still read on a device is not let go."""
+    def _bequeath(self, rank: int) -> None:
+        """The last rank of this process has left. Messages on a device are given a moment to be copied out in; what
+        others may still read after that is not let go."""
+        with self.node.mutex:
+            given = any(value.marks for value in self.letters.lent())
+            waiter = self.letters.await_receivers(rank) if given and not self._ending else None
+
+        if waiter is not None:
+            self.node.wait(waiter, time.monotonic() + LINGER)
+
         with self.node.mutex:
             alone = self.node.gone >= set(self.node.links)
             values = [] if alone else [*self.keys.lent(), *self.letters.lent()]
@@ -223,8 +232,7 @@ class Session:
     def _node_gone(self, node: int) -> list[Waiter]:
         self.gpu.node_gone(node)
         self.joint.node_gone(node)
-        self.letters.node_gone(node)
-        woken = self.keys.node_gone(node)
+        woken = self.letters.node_gone(node) + self.keys.node_gone(node)
         return woken + (self._end_if_all_is_said() if self._ending else [])
 
     # A rank has died or aborted. What others had told this node before they knew is still on its way, and what it
