@@ -39,6 +39,10 @@ def skip_processes(request):
     if "process" in request.function.__name__:
         pytest.skip("its ranks are processes: nothing that is set in this one reaches them")
 
+    device = request.node.callspec.params.get("device", "cpu") if hasattr(request.node, "callspec") else "cpu"
+    if device != "cpu" or "cuda" in getattr(request.function, "capabilities", ()):
+        pytest.skip("a process can't map its own memory of a GPU: test_file_cuda.py has a way round that")
+
 
 class TestOneNode(TensorStoreTests):
     """All ranks are threads of one process."""
