@@ -16,7 +16,7 @@ class TestGroupOverFiles(ThreadGroupTests):
     def nodes(self, monkeypatch, request):
         device = request.node.callspec.params.get("device", "cpu") if hasattr(request.node, "callspec") else "cpu"
         if device != "cpu" or "cuda" in getattr(request.function, "capabilities", ()):
-            pytest.skip("a process can't map its own memory of a GPU: the file store's CUDA tests have a way round that")
+            pytest.skip("a process can't map its own memory of a GPU: test_file_cuda.py has a way round that")
 
         monkeypatch.setattr("dtorch_file_store.opening.homes_of", lambda topology: list(range(len(topology))))
         with use_backend(store="file"):

@@ -219,6 +219,9 @@ class MappedGpuValue(Value):
 
         return self._gpu.mark(stream if stream is not None else current(self._ordinal))
 
+    def drain(self, stream: torch.cuda.Stream | None) -> None:
+        (stream if stream is not None else current(self._ordinal)).synchronize()
+
 
 class UploadedValue(Value):
     """A CUDA tensor of another process, which comes through host memory: a copy for each consumer."""

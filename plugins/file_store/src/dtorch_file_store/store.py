@@ -83,6 +83,8 @@ class FileTensorStore(TensorStore):
         publication = keys.borrowed(self.rank, key)
         if publication is not None and publication.value is not None and publication.value.marks:
             mark = publication.value.mark(stream)
+            if publication.owner in self._session.presence.closed:
+                publication.value.drain(stream)  # its producer has left, and has no stream that would wait
 
         keys.finish(self.rank, key, mark)
 

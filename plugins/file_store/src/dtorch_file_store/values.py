@@ -37,6 +37,9 @@ class Value(ABC):
         """Where a consumer of this process is when it finishes; for :meth:`settle`, perhaps in another process."""
         return None
 
+    def drain(self, stream: torch.cuda.Stream | None) -> None:  # noqa: B027
+        """Wait, on the host, until a consumer's work is done: in place of a mark for which there is no stream."""
+
     def finished(self) -> None:  # noqa: B027 - few have something to do
         """All consumers have finished. Under the node's mutex: calls no torch."""
 
