@@ -12,7 +12,7 @@ from dtorch_core.declared import Place, Result, at_risk, compute
 from dtorch_core.joint import Task
 from dtorch_file_store.staging import Block, Plan, Spot, Step
 
-BLOCK_BYTES = 256 * 1024
+BLOCK_BYTES = 512 * 1024
 """What is worked on at a time of each tensor, so that it stays in cache, where it is gone through more than once."""
 
 

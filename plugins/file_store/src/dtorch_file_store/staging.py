@@ -34,7 +34,10 @@ from dtorch_core.declared import Place, Result, Shapes
 from dtorch_core.reduction import Rule
 
 CHUNK_BYTES = 1024 * 1024
-"""What a process stages in a step, about."""
+"""What a process stages in a step, about, where values are copied. It has to stay in cache until all have read it."""
+
+REDUCED_BYTES = 2 * CHUNK_BYTES
+"""The same where values are reduced: each is read once only, so that fewer steps count for more. (Both measured.)"""
 
 SPLIT_BYTES = 256 * 1024
 """Smaller reductions are not split: copying the parts takes one step more."""
@@ -147,7 +150,7 @@ class Plan:
         shapes: Shapes,
         process_of: Sequence[int],
         *,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         split_bytes: int = SPLIT_BYTES,
         split_homes: int = SPLIT_HOMES,
         mapped: Collection[Place] = (),
@@ -162,7 +165,7 @@ class Plan:
             for process, blocks in lane.blocks.items():
                 staged[process] += blocks * lane.nbytes
 
-        self._pieces = max(1, math.ceil(max(staged.values(), default=0) / chunk_bytes))
+        self._pieces = max(1, math.ceil(max(staged.values(), default=0) / (chunk_bytes or _chunk_of(results))))
         split = any(job.split for job in jobs)
         left = max((self._left(job) for job in jobs), default=0) if self._mapped else 0
         self.steps = max(self._pieces + split, left)
@@ -301,6 +304,10 @@ class Plan:
 
 _MOST_BYTES = GRAIN * torch.complex128.itemsize
 """Of a grain: by less than one a piece of a lane is longer than others."""
+
+
+def _chunk_of(results: Sequence[Result]) -> int:
+    return REDUCED_BYTES if any(result.rule is not None for result in results) else CHUNK_BYTES
 
 
 def _parts(job: _Job, start: int, end: int) -> Iterator[tuple[int | None, int, int]]:
