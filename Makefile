@@ -56,7 +56,8 @@ lint: $(VENV)/.tools
 
 types: $(VENV)/.tools
 	$(RUN) -m mypy
-	MYPYPATH=examples $(RUN) -m mypy --ignore-missing-imports -p minilm -m minilm_tensor_parallel
+	MYPYPATH=examples $(RUN) -m mypy --ignore-missing-imports -p minilm -m minilm_tensor_parallel \
+		-p training -m train_fsdp2 -m train_ddp
 
 clean:
 	rm -rf .venv .venv-site .venv-ci .pytest_cache .mypy_cache .ruff_cache

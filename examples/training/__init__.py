@@ -1,0 +1,1 @@
+"""The parts that the training examples share: a small transformer, and the loop that trains it."""
