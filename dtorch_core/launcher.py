@@ -53,7 +53,7 @@ def spawn(
     :param devices: one for all ranks, or one for each; None is the CPU.
     :param timeout: seconds for the whole run, the start of processes included; None is no limit.
     :param torch_distributed: each rank has the default process group of ``torch.distributed``, on the backend that
-        fits, so that ``dist.*``, DeviceMesh, DTensor, FSDP2 and DDP work as in processes. docs/threads.md says what
+        fits, so that ``dist.*``, DeviceMesh, DTensor, FSDP2 and DDP work as in processes. docs/run.md says what
         ranks that are threads can't have apart.
     :param rng: "per-rank": torch's default random numbers are drawn as if each rank were a process of its own. A call
         that draws takes about 3 us longer. "shared": the ranks of a process draw from one generator, in any order.
