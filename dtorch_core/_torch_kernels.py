@@ -35,6 +35,9 @@ def serve(device_types: Sequence[str]) -> None:
 
 
 def _replace(library: torch.library.Library, name: str, ours: Callable[..., Any], key: str) -> None:
+    if not hasattr(getattr(torch.ops, _NAMESPACE), name):
+        return  # an operator that came later
+
     try:
         before = torch.library.get_kernel(f"{_NAMESPACE}::{name}", key)
     except (AttributeError, RuntimeError) as error:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dtorch_core import explain
+from dtorch_core._topology import imagine
+
 PROGRAM = Path(__file__).with_name("torch_program.py")
 LIMIT = 120.0
 """Seconds for all checks on a busy machine."""
@@ -72,6 +75,9 @@ def raised_in_detail(tmp_path_factory):
     return run("samedevice", 2, IN_DETAIL, folder, dies=True, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
+@pytest.mark.skipif(
+    explain("store", imagine(2, "processes")).chosen is None, reason="no store that is installed reaches processes"
+)
 class TestProgram:
     @pytest.mark.parametrize("check", CHECKS)
     def test_runs_on_four_ranks(self, raised, check):

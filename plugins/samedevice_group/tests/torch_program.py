@@ -213,17 +213,19 @@ class Checks:
         for group in (dist.group.WORLD, dist.group.WORLD.group_name):
             expect_equal(fc.all_reduce(part(self.rank), "sum", group) + 0, total(self.ranks))
             expect_equal(all_gather_single(part(self.rank), 0, group) + 0, whole)
-            many = torch.ops._c10d_functional.all_reduce_coalesced([part(self.rank), part(0, 3)], "max", group)
-            expect_equal(fc.wait_tensor(many[0]), part(self.world - 1))
-            mine = fc.wait_tensor(
-                torch.ops._c10d_functional.reduce_scatter_tensor(
-                    part(self.rank, 2 * self.world), "sum", self.world, group
-                )
-            )
-            expect_equal(mine, total(self.ranks, 2 * self.world)[2 * self.rank : 2 * self.rank + 2])
             swapped = fc.all_to_all_single(part(self.rank, self.world), None, None, group) + 0
             expect_equal(swapped, torch.stack([part(rank, self.world)[self.rank] for rank in self.ranks]))
             expect_equal(fc.broadcast(part(self.rank), 1, group) + 0, part(1))
+
+        name, ops = dist.group.WORLD.group_name, torch.ops._c10d_functional
+        many = ops.all_reduce_coalesced([part(self.rank), part(0, 3)], "max", name)
+        expect_equal(fc.wait_tensor(many[0]), part(self.world - 1))
+        mine = fc.wait_tensor(
+            ops.reduce_scatter_tensor(
+                part(self.rank, 2 * self.world), "sum", self.world, name
+            )
+        )
+        expect_equal(mine, total(self.ranks, 2 * self.world)[2 * self.rank : 2 * self.rank + 2])
 
     def operators_that_torch_serves_in_cpp(self):
         name = dist.group.WORLD.group_name
