@@ -183,7 +183,10 @@ class Gpu:
             return self.here().imports.offered(home, said)
         except UnsupportedOperationError as error:
             if home not in self.node.gone:
-                raise
+                raise UnsupportedOperationError(
+                    f"{self._who(home)} offers a tensor of its memory, and {error}; {reach.VARIABLE}=0 in the "
+                    f"environment of all ranks sends values through host memory"
+                ) from error
 
             raise PeerLostError(f"{self._who(home)} is gone, and its memory with it ({error}); open it anew") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from dtorch_core import Member
@@ -17,9 +18,15 @@ SEEN = "file.devices"
 HOME = "file.device"
 """A member's fact: the UUID of its own device."""
 
+VARIABLE = "DTORCH_FILE_IPC"
+"""The environment variable that forbids it, where it is ``0``: for systems on which it turns out not to work."""
+
 
 def facts(device: str) -> dict[str, str]:
     """The facts of a rank on ``device``, which is ``"cuda:N"``."""
+    if os.environ.get(VARIABLE, "").strip() == "0":
+        return {REASON: f"{VARIABLE}=0 forbids it", SEEN: "", HOME: ""}
+
     try:
         devices = Devices(driver())
         home = devices.uuids[int(device.partition(":")[2])]
