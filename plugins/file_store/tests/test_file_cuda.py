@@ -16,6 +16,8 @@ from dtorch_file_store.cuda.driver import Driver
 from dtorch_core import spawn
 from dtorch_core.testing import TensorStoreTests, ThreadGroupTests
 
+pytest.importorskip("dtorch_samedevice_group")
+
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),

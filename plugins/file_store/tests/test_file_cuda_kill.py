@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("dtorch_samedevice_group")
+
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),

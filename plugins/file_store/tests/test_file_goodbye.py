@@ -10,7 +10,6 @@ import torch
 from dtorch_file_store import gpu
 from dtorch_file_store.values import SharedValue
 
-from dtorch_core import use_backend
 from dtorch_core.testing import run_ranks
 
 LIMIT = 20.0
@@ -30,31 +29,32 @@ def nodes(monkeypatch):
 
 def on_ranks(body):
     def rank(ctx):
-        with ctx.open_group("goodbye", backend="samedevice", timeout=LIMIT) as group:
-            return body(group)
+        with ctx.open_store("goodbye", backend="file", timeout=LIMIT) as store:
+            return body(store)
 
-    with use_backend(store="file"):
-        return run_ranks(rank, 2, LIMIT)
+    return run_ranks(rank, 2, LIMIT)
 
 
 class TestLetters:
     def test_goodbye_waits_until_a_message_is_copied_out(self):
         closing = threading.Event()
 
-        def body(group):
-            if group.rank == 0:
+        def body(store):
+            if store.rank == 0:
                 for tag in range(3):
-                    group.send(values(tag), 1, tag=tag)
+                    store.send(values(tag), 1, tag)
 
                 begun = time.monotonic()
                 closing.set()
-                group.close()
+                store.close()
                 return time.monotonic() - begun
 
             assert closing.wait(LIMIT)
             time.sleep(0.2)
             for tag in range(3):
-                assert torch.equal(group.recv(0, tag=tag), values(tag))
+                got, source = store.expect(0, tag).wait(LIMIT)
+                assert source == 0
+                assert torch.equal(got, values(tag))
 
             return None
 
@@ -65,11 +65,11 @@ class TestLetters:
     def test_message_that_nobody_takes_costs_a_moment_and_is_not_let_go(self):
         closed = threading.Event()
 
-        def body(group):
-            if group.rank == 0:
-                group.send(values(5), 1)
+        def body(store):
+            if store.rank == 0:
+                store.send(values(5), 1, 0)
                 begun = time.monotonic()
-                group.close()
+                store.close()
                 took = time.monotonic() - begun
                 closed.set()
                 return took
@@ -85,15 +85,15 @@ class TestLetters:
     def test_receiver_that_leaves_is_not_waited_for(self):
         gone = threading.Event()
 
-        def body(group):
-            if group.rank == 1:
-                group.close()
+        def body(store):
+            if store.rank == 1:
+                store.close()
                 gone.set()
                 return None
 
-            group.send(values(5), 1)
+            store.send(values(5), 1, 0)
             begun = time.monotonic()
-            group.close()
+            store.close()
             took = time.monotonic() - begun
             assert gone.wait(LIMIT)
             return took
