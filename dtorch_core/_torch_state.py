@@ -26,6 +26,9 @@ missed: list[str] = []
 
 _adapted: set[str] = set()
 
+_SINCE_2_14 = hasattr(distributed_c10d, "_NonGroupMember")
+"""split_group keeps the order of the ranks, and returns what new_group does where this rank is in no part."""
+
 
 def adapt() -> None:
     """Make ``torch.distributed`` ask the groups of this project; once."""
@@ -110,7 +113,7 @@ def _split_group(
     members = _members(parent, split_ranks)
     number = parent.count_split()
     if members is None:
-        return None
+        return distributed_c10d.GroupMember.NON_GROUP_MEMBER if _SINCE_2_14 else None
 
     backend: Any = world.pg_map[parent][0]
     store = world.pg_map[distributed_c10d._get_default_group()][1]
@@ -144,4 +147,5 @@ def _members(parent: Any, split_ranks: Sequence[Sequence[int]] | None) -> list[i
         raise ValueError(f"split_group: the parent has rank 0 to rank {parent.size() - 1}, and not {wrong}")
 
     mine = parent.rank()
-    return next((sorted(ranks) for ranks in split_ranks if mine in ranks), None)
+    part = next((list(ranks) for ranks in split_ranks if mine in ranks), None)
+    return part if part is None or _SINCE_2_14 else sorted(part)

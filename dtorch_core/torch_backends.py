@@ -72,7 +72,7 @@ def _opened(name: str, opts: Any) -> dist.ProcessGroup:  # noqa: ANN401
         _Handle,
         rank=opts.group_rank,
         world_size=opts.group_size,
-        device=_own_device(name),
+        device=_own_device(name, opts),
         rendezvous=opts.store,
         backend=None if name == ANY else name,
         timeout=opts.timeout.total_seconds(),
@@ -112,15 +112,20 @@ class _Handle:
         self.process_group.shutdown()
 
 
-def _own_device(name: str) -> str:
-    """The device of this rank, which c10d does not tell.
+def _own_device(name: str, opts: Any) -> str:  # noqa: ANN401
+    """The device of this rank.
 
-    Of a rank of :func:`dtorch_core.spawn`, what it was given. Else a GPU if there is one: the thread's current one if
-    CUDA has begun, else, where the selector has to choose, the one that a torchrun script of one rank a GPU would take.
+    The one given to ``init_process_group``, which c10d tells since torch 2.14. Of a rank of :func:`dtorch_core.spawn`,
+    what it was given. Else a GPU if there is one: the thread's current one if CUDA has begun, or, where the selector
+    has to choose, the one that a torchrun script of one rank a GPU would take.
     """
     import torch
 
     from dtorch_core import _scope
+
+    bound = getattr(getattr(opts, "process_group", None), "bound_device_id", None)
+    if bound is not None:
+        return str(bound)
 
     scope = _scope.current()
     if scope is not None:

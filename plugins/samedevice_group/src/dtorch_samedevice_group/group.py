@@ -346,6 +346,8 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         buffer = only("buffer", tensors)
         return self.receive(None, tag, buffer)
 
+    recvAnysource = recv_anysource  # called from C++ since torch 2.14
+
     # Names of torch 2.12 and older
 
     _allgather_base = all_gather_single

@@ -21,7 +21,8 @@ class TorchSide:
 
     # A backend that splits is asked in C++; dist.split_group asks this group another way (dtorch_core._torch_state).
     supports_splitting = False
-    supports_coalescing = True
+    # It does, and gains nothing: batch_isend_irecv gives one Work for each message then, as on Gloo.
+    supports_coalescing = False
     supports_time_estimate = False
     supports_tensor_alloc = False
     supports_shrinking = False
@@ -103,3 +104,5 @@ class TorchSide:
         """One Work for all calls since the start. They have begun as they came: nothing here needs them together."""
         works, self._coalesced = self._coalesced or [], None
         return AllOf(works, self._timeout)
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # called from C++ since torch 2.14
