@@ -122,6 +122,9 @@ class OurStream:
     def __init__(self, handle):
         self.cuda_stream = handle
 
+    def query(self):
+        return True
+
 
 class CudaLike:
     """A CPU tensor that says it is on a GPU."""
@@ -327,6 +330,19 @@ class TestExports:
         calls.allocations.clear()
         assert exports.gone() == [1] and exports.gone() == []
 
+    def test_a_known_tensors_ticket_is_remembered_while_its_allocation_lives(self, calls, tensor, monkeypatch):
+        exports, made = Exports(calls, Devices(calls)), []
+        ticket = exports.ticket
+        monkeypatch.setattr(exports, "ticket", lambda given: made.append(1) or ticket(given))
+        said = [exports.offer(CudaLike(each)) for each in (tensor, tensor, tensor[5:], tensor[5:], tensor)]
+        assert len(made) == 2
+        assert said[0] == said[1] == said[4] == ticket(CudaLike(tensor)).to_json()
+        assert Ticket.from_json(said[2]) == ticket(CudaLike(tensor[5:]))
+        calls.allocations["block"] = calls.allocations["block"]._replace(buffer=6)
+        again = exports.offer(CudaLike(tensor))
+        assert Ticket.from_json(again).allocation == 2
+        assert exports.gone() == [1]
+
     def test_memory_without_a_handle_is_refused_with_the_reason(self, calls, tensor):
         exports = Exports(calls, Devices(calls))
         calls.allocations["block"] = calls.allocations["block"]._replace(exportable=False)
@@ -408,6 +424,29 @@ class TestImports:
         imports.close()
         assert JANITOR.settle(LIMIT)
         assert [calls.opened[memory.data_ptr()] for memory in memories] == [0, 0]
+
+    def test_what_is_offered_again_is_an_alias(self, calls, monkeypatch):
+        memory = torch.arange(8)
+        imports, made = Imports(calls, Devices(calls)), []
+        tensor = imports.tensor
+        monkeypatch.setattr(imports, "tensor", lambda *given: made.append(1) or tensor(*given))
+        said = ticket_of(memory).to_json()
+        with torch.inference_mode():
+            first = imports.offered(1, said)
+
+        second = imports.offered(1, said)
+        assert len(made) == 1 and first is not second and not second.is_inference()
+        first[3] = 33
+        assert second.tolist() == memory.tolist() == [0, 1, 2, 33, 4, 5, 6, 7]
+        assert imports.offered(2, ticket_of(memory, 9).to_json()).tolist() == memory.tolist() and len(made) == 2
+
+        imports.gone(1, [1])
+        del first
+        assert JANITOR.settle(LIMIT) and calls.opened == {memory.data_ptr(): 2}, "a tensor still uses it"
+        del second
+        assert JANITOR.settle(LIMIT) and calls.opened == {memory.data_ptr(): 1}
+        imports.close()
+        assert JANITOR.settle(LIMIT) and calls.opened == {memory.data_ptr(): 0}
 
     def test_the_same_number_after_it_was_gone_is_opened_anew(self, calls):
         old, new = torch.arange(4), torch.arange(4) + 10
@@ -557,6 +596,17 @@ class TestSignals:
         assert marks == [(0, 1), (1, 1), (0, 2), (1, 2), (1, 3)]
         assert all(peer.reached(mark) for mark in marks) and not peer.reached(Mark(0, 3))
         assert Mark.from_json(json.loads(json.dumps(marks[1]))) == marks[1]
+
+    def test_an_idle_stream_needs_no_signal(self, calls, pages):
+        own, _ = pages
+        idle, busy = OurStream(1), OurStream(2)
+        busy.query = lambda: False
+        assert own.mark(idle) is None and not calls.registered
+        assert [own.mark(busy), own.mark(idle), own.mark(busy)] == [(0, 1), None, (0, 2)]
+        calls.captured.add(2)
+        busy.query = None
+        with pytest.raises(UnsupportedOperationError, match="captured into a graph"):
+            own.mark(busy)
 
     def test_a_wait_is_queued_only_for_what_has_not_happened(self, calls, pages):
         own, more = pages
