@@ -85,6 +85,8 @@ def held(devices: Collection[str]) -> Iterator[None]:
         stack.enter_context(_cpu.held())
         if any(device != "cpu" for device in devices):
             torch.cuda.init()  # which sets the default generators that are replaced here
+
+        if torch.cuda.is_initialized():  # else torch.manual_seed has no GPU to seed
             stack.enter_context(_cuda.held())
 
         yield
@@ -150,7 +152,7 @@ def _install_cuda(stack: ExitStack) -> None:
 
 
 def _replace_kernels(stack: ExitStack, key: str) -> None:
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901 - destroyed below
+    library = torch.library.Library("aten", "IMPL")
     stack.callback(library._destroy)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")  # as is intended
@@ -190,24 +192,21 @@ def _generator_place(operator: torch._ops.OpOverload) -> tuple[int, bool] | None
 def _with_own_generator(kernel: Any, index: int, by_name: bool, cpu: bool) -> Callable[..., Any]:  # noqa: ANN401
     call = kernel.call_boxed if cpu else _while_whole(kernel.call_boxed)
 
-    def chosen(given: torch.Generator | None) -> torch.Generator | None:
+    def chosen(given: torch.Generator | None, args: tuple[Any, ...], others: dict[str, Any]) -> torch.Generator | None:
         own = mine()
         if own is None or (given is not None and _address(given) not in defaults):
             return given
 
-        if cpu:
-            return own.cpu
-
-        return own.cuda(torch.cuda.current_device() if given is None else given.device.index)
+        return own.cpu if cpu else own.cuda(_gpu(args, others) if given is None else given.device.index)
 
     def named(keys: Any, *args: Any, generator: torch.Generator | None = None, **others: Any) -> Any:  # noqa: ANN401
-        return call(keys, *args, generator=chosen(generator), **others)
+        return call(keys, *args, generator=chosen(generator, args, others), **others)
 
     def placed(keys: Any, *args: Any, **others: Any) -> Any:  # noqa: ANN401
         if len(args) <= index:
             return named(keys, *args, **others)
 
-        return call(keys, *args[:index], chosen(args[index]), *args[index + 1 :], **others)
+        return call(keys, *args[:index], chosen(args[index], args, others), *args[index + 1 :], **others)
 
     # A default generator that is given is the rank's as well: functions of torch have it as a default argument.
     defaults = {_address(one) for one in ((torch.default_generator,) if cpu else _process_defaults())}
@@ -220,7 +219,16 @@ def _address(generator: Any) -> int:  # noqa: ANN401 - what torch's stub does no
     return address
 
 
-_state = threading.Lock()
+def _gpu(args: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """The index of the GPU that a kernel is called for."""
+    for value in (*args, *named.values()):
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return value.get_device()
+
+    return torch.cuda.current_device()
+
+
+_state = threading.RLock()  # such a kernel calls another one
 """Of the default CUDA generators, one of which may have a rank's state meanwhile."""
 
 
@@ -246,7 +254,7 @@ def _with_own_state(kernel: Any) -> Callable[..., Any]:  # noqa: ANN401
             with _state:
                 return call(keys, *args, **named)
 
-        index = torch.cuda.current_device()
+        index = _gpu(args, named)
         default, generator = _process_defaults()[index], own.cuda(index)
         with _state:
             before = default.graphsafe_get_state()

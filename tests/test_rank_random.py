@@ -154,7 +154,7 @@ class TestPerRank:
                 torch.rand(5, device="cuda"),
                 functional.dropout(x, 0.5),
                 functional.scaled_dot_product_attention(query, query, query, dropout_p=0.3),
-                nn.LSTM(4, 4, 2, dropout=0.5, device="cuda")(torch.ones(3, 2, 4, device="cuda"))[0].detach(),
+                nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, device="cuda")(x.view(2, 4, 8)).detach(),
                 torch.randperm(100_000, device="cuda"),
                 torch.randn(4, device="cuda"),
                 torch.cuda.get_rng_state(),
