@@ -38,11 +38,10 @@ def main() -> int:
     parser.add_argument("--backend", default="samedevice")
     parser.add_argument("--world-size", type=int, default=3)
     parser.add_argument("--match", default="|".join(COLLECTIVES), help="a regular expression, searched for in names")
-    parser.add_argument("--start", choices=["fork", "spawn"], default="fork", help="how the ranks' processes start")
     parser.add_argument("--json", action="store_true", help="outcomes by test, as JSON, instead of text")
     args = parser.parse_args()
     report = quiet()
-    suite = load(args.backend, args.world_size, args.start)
+    suite = load(args.backend, args.world_size)
     names = [name for name in unittest.defaultTestLoader.getTestCaseNames(suite) if re.search(args.match, name)]
     outcomes = {}
     for name in names:
@@ -73,8 +72,8 @@ def quiet() -> IO[str]:
     return report
 
 
-def load(backend: str, world_size: int, start: str) -> type[unittest.TestCase]:
-    """The suite as a class of tests on ``backend``."""
+def load(backend: str, world_size: int) -> type[unittest.TestCase]:
+    """The suite as a class of tests on ``backend``. Ranks are forked: to import torch anew for each takes longer."""
     sys.argv[1:] = []  # the suite reads them as well
     warnings.simplefilter("ignore")
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(world_size), TORCH_TEST_WITH_SLOW="0", OMP_NUM_THREADS="1")
@@ -84,8 +83,8 @@ def load(backend: str, world_size: int, start: str) -> type[unittest.TestCase]:
     from torch.testing._internal.common_distributed import DistTestCases
     from torch.testing._internal.distributed import distributed_test
 
-    if backend == "samedevice":
-        import dtorch_samedevice_group  # noqa: F401 - torch 2.14 would find it
+    if not dist.is_backend_available(backend):
+        import dtorch_samedevice_group  # noqa: F401 - registers it; torch 2.14 would find it
 
     torch.set_num_threads(1)
     os.environ["BACKEND"] = distributed_test.BACKEND = backend
@@ -95,17 +94,13 @@ def load(backend: str, world_size: int, start: str) -> type[unittest.TestCase]:
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self) -> None:
             super().setUp()
-            processes = torch.multiprocessing.get_context(start).Process
-            self._start_processes(processes)
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
-    Suite.__qualname__, Suite.__module__ = "Suite", __name__  # ranks that are spawned look for it there
-    globals()["Suite"] = Suite
     if backend != "gloo":
         for test in vars(distributed_test.DistributedTest._DistTestBase).values():
             if getattr(test, "__unittest_skip_why__", None) in LACKING:
                 test.__unittest_skip__ = False
 
-    assert dist.is_available()
     return Suite
 
 
