@@ -10,7 +10,6 @@ call goes on while its rank computes.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -39,14 +38,10 @@ from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.wire import Message, frame
 
 
-class _Modes(threading.local):
-    """Tensors made in inference mode can be written in it alone, others in it too; and it records no gradients."""
-
-    def __init__(self) -> None:
-        self.inference = torch.inference_mode()  # one for each thread: making it costs as much as a small copy
-
-
-_modes = _Modes()
+_inference = getattr(torch._C, "_InferenceMode", torch.inference_mode)
+"""Tensors made in inference mode can be written in it alone, others in it too; and it records no gradients. Without
+torch's wrapper, which costs as much as a small copy. A new one each time: a part that sends may do another call's part.
+"""
 
 
 class Joint:
@@ -282,7 +277,7 @@ class Joint:
             error: BaseException | None = None
             ended = False
             try:
-                with _modes.inference:
+                with _inference(True):
                     if call.steps is None:
                         call.steps = self._parts.of(call)
 
