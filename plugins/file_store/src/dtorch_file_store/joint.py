@@ -37,7 +37,6 @@ from dtorch_file_store.parts import Parts
 from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.wire import Message, frame
 
-
 _inference = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 """Tensors made in inference mode can be written in it alone, others in it too; and it records no gradients. Without
 torch's wrapper, which costs as much as a small copy. A new one each time: a part that sends may do another call's part.
