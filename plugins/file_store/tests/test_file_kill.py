@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from dtorch_file_store import directory
 
+pytest.importorskip("dtorch_samedevice_group")
+
 LIMIT = 20.0
 """Seconds that no answer takes."""
 
