@@ -14,7 +14,7 @@ import tempfile
 import threading
 
 import pytest
-from dtorch_file_store import directory, headroom
+from dtorch_file_store import directory, headroom, reach
 from dtorch_file_store.directory import VARIABLE, ProcessInfo, SessionDirectory, clean_dead, report, sessions
 
 from dtorch_core import DtorchError, _catalogue
@@ -365,7 +365,7 @@ class TestRefusals:
 
 class TestReport:
     def test_doctor_knows_the_variables(self):
-        assert {VARIABLE, headroom.VARIABLE} == set(_catalogue.VARIABLES)
+        assert {VARIABLE, headroom.VARIABLE, reach.VARIABLE} == set(_catalogue.VARIABLES)
 
     def test_doctor_shows_it(self, base, other, capsys):
         victim = other("abc", 0)
