@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import time
 import unittest
 import warnings
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 def quiet() -> IO[str]:
-    """Standard output, for the report alone: torch's profiler writes there, and its tests log."""
+    """Standard output, for the report alone."""
     report = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     logging.disable(logging.INFO)
@@ -121,9 +122,19 @@ def load(backend: str, world_size: int) -> type[unittest.TestCase]:
 def run(test: unittest.TestCase) -> tuple[str, str]:
     """How it ended, and why."""
     result = unittest.TestResult()
-    test.run(result)
+    errors, said = os.dup(2), ""
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            test.run(result)
+        finally:
+            os.dup2(errors, 2)
+            os.close(errors)
+            file.seek(0)
+            said = file.read().decode(errors="replace")
+
     for _, text in result.failures + result.errors:
-        return "failed", text
+        return "failed", "\n".join([text, *(line for line in said.splitlines() if not line.startswith("USDT:"))])
 
     for _, why in result.skipped:
         return "skipped", why
