@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from dtorch_core import _scope
 from dtorch_core._rank_threads import inherited
 from dtorch_core._scope import Scope
 from dtorch_core._shared_patch import SharedPatch, lacking, replace
+from dtorch_core._when_imported import when_imported
 from dtorch_core.errors import UnsupportedOperationError
 
 _KEY = "torch.distributed"
@@ -196,14 +197,26 @@ def _install(stack: ExitStack) -> None:
 
         _original["_set_global_rank"] = replace(stack, torch._C._distributed_c10d, "_set_global_rank", set_rank)
 
+    _settle_device_guard()
     _patch_meshes(stack)
     _patch_ddp(stack)
+    _patch_defaults(stack)
 
 
 def _restore_excepthook(hook: Callable[..., Any]) -> None:
     """``init_process_group`` wraps it, in each rank; what a program has set meanwhile stays."""
     if getattr(sys.excepthook, "__module__", None) == distributed_c10d.__name__:
         sys.excepthook = hook
+
+
+def _settle_device_guard() -> None:
+    """A torch built with CUDA keeps, where there is no GPU, the guard of the first thread that works out a shape.
+
+    Up to torch 2.11 that guard ends with its thread, so this thread should not be a rank.
+    """
+    lasting = threading.current_thread() is threading.main_thread()
+    if lasting and torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
 
 
 def _patch_meshes(stack: ExitStack) -> None:
@@ -240,9 +253,17 @@ def _patch_meshes(stack: ExitStack) -> None:
 def _patch_dtensor(stack: ExitStack) -> None:
     from torch.distributed.tensor import _collective_utils, _random, _redistribute, _sharding_prop
 
-    # Ranks that are threads would enter each other's modes of fake tensors.
-    if hasattr(_sharding_prop.ShardingPropagator, "_fake_mode_lock"):
-        replace(stack, _sharding_prop.ShardingPropagator, "_fake_mode_lock", threading.RLock())
+    # To work out the shape of a result is not for several threads at once: they set the device guard of the process.
+    propagator, lock = _sharding_prop.ShardingPropagator, threading.RLock()
+    if hasattr(propagator, "_fake_mode_lock"):
+        replace(stack, propagator, "_fake_mode_lock", lock)
+    elif hasattr(propagator, "_propagate_tensor_meta_non_cached"):  # up to torch 2.11
+
+        def propagate(*args: Any, **named: Any) -> Any:  # noqa: ANN401
+            with lock:
+                return original(*args, **named)
+
+        original = replace(stack, propagator, "_propagate_tensor_meta_non_cached", propagate)
 
     # What is kept for the meshes of ranks that are gone would keep their groups, and the memory of these.
     for owner, name in (
@@ -304,6 +325,48 @@ def _patch_ddp(stack: ExitStack) -> None:
     ddp = torch.nn.parallel.DistributedDataParallel
     if hasattr(ddp, "_active_ddp_module"):
         stack.callback(setattr, ddp, "_active_ddp_module", ddp._active_ddp_module)
+
+
+_BOUND = (
+    "torch.distributed.nn.functional",
+    "torch.distributed.optim.zero_redundancy_optimizer",
+    "torch.distributed.fsdp.sharded_grad_scaler",
+)
+"""Modules whose functions have the default group of the thread that imports them as a default argument."""
+
+_awaited: set[str] = set()
+
+
+def _patch_defaults(stack: ExitStack) -> None:
+    """These arguments are None: the default group of whoever calls. As where torch is imported before there is one."""
+    for name in _BOUND:
+        if name in sys.modules:
+            _unbind(name, stack)
+        elif name not in _awaited:
+            _awaited.add(name)
+            when_imported(name, functools.partial(_unbind, name))
+
+
+def _unbind(name: str, stack: ExitStack | None = None) -> None:
+    """
+    :param stack: restores them; None: they are those of a rank.
+    """
+    if stack is None:
+        _awaited.discard(name)
+
+    module = sys.modules[name]
+    owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+    for function in {value for owner in owners for value in vars(owner).values() if isinstance(value, FunctionType)}:
+        defaults = function.__defaults__ or ()
+        if any(isinstance(default, dist.ProcessGroup) for default in defaults):
+            if stack is not None:
+                stack.callback(setattr, function, "__defaults__", defaults)
+            elif mine() is None:
+                continue
+
+            function.__defaults__ = tuple(
+                None if isinstance(default, dist.ProcessGroup) else default for default in defaults
+            )
 
 
 _patch = SharedPatch(_install)

@@ -145,6 +145,38 @@ class TestAutograd:
         for grad in run(rank):
             assert torch.equal(grad, 4 * sum(map(rows, range(4))))
 
+    @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_reduce is deprecated")
+    @pytest.mark.parametrize("imported", ["before", "in a rank", "with a group"])
+    def test_collectives_that_have_a_gradient_are_the_ranks_own(self, monkeypatch, imported):
+        name = "torch.distributed.nn.functional"
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        if imported != "in a rank":
+            hook = sys.excepthook
+            if imported == "with a group":
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+            module = importlib.import_module(name)
+            before = module.all_reduce.__defaults__
+            if imported == "with a group":
+                dist.destroy_process_group()
+                sys.excepthook, distributed_c10d._backend = hook, None
+
+        def rank(ctx):
+            y = rows(ctx.rank).requires_grad_()
+            total = importlib.import_module(name).all_reduce(y * (ctx.rank + 1))
+            total.sum().backward()
+            return total.detach(), y.grad
+
+        for number, (total, grad) in enumerate(run(rank)):
+            assert torch.equal(total, sum(rows(other) * (other + 1) for other in range(4)))
+            assert torch.equal(grad, torch.full((4,), 4.0 * (number + 1)))
+
+        after = importlib.import_module(name).all_reduce.__defaults__
+        if imported == "in a rank":
+            assert after[1] is None
+        else:
+            assert after is before
+
     @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
     def test_training_is_that_of_one_rank(self, sharded):
         torch.manual_seed(0)
