@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 
-from dtorch_core import BackendContext, DtorchError, StoreTimeoutError, Topology
+from dtorch_core import BackendContext, DtorchError, PeerLostError, StoreTimeoutError, Topology
 from dtorch_core._text import rank_list, seconds
 from dtorch_file_store.directory import SessionDirectory
 from dtorch_file_store.link import Link, ready
@@ -84,8 +84,8 @@ def _make(ctx: BackendContext, token: str, homes: Sequence[int], index: int, dea
     meeting = _Meeting(ctx, token, homes, index, pids, deadline)
     try:
         node.connect(meeting.links())
-    except BaseException as error:
-        meeting.fail(error)
+    except BaseException:
+        meeting.close()
         node.close()
         session.let_go()
         raise
@@ -112,7 +112,12 @@ class _Meeting:
             "ranks": [rank for rank, home in enumerate(self._homes) if home == self._index],
             "world_size": self._ctx.world_size,
         }
-        self._directory = SessionDirectory(self._token, self._index, about)
+        try:
+            self._directory = SessionDirectory(self._token, self._index, about)
+        except BaseException as error:
+            self._tell(error)
+            raise
+
         path = self._directory.socket_path(self._index)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         links: list[Link] = []
@@ -128,7 +133,8 @@ class _Meeting:
                 links.append(self._connect(other, hello))
 
             links += self._accept(listener, range(self._index + 1, self._nodes))
-        except BaseException:
+        except BaseException as error:
+            self._tell(error)  # before nobody listens here any more: who finds that looks for the reason
             for link in links:
                 link.close()
 
@@ -140,15 +146,13 @@ class _Meeting:
 
         return links
 
-    def fail(self, error: BaseException) -> None:
+    def _tell(self, error: BaseException) -> None:
         """Tell those that wait for this node: for its word at the rendezvous, or for its connection."""
         text = f"{type(error).__name__}: {error}"
         self._ctx.rendezvous.set(f"{_UP}/{self._index}", text)
         for other in range(self._index):
             with contextlib.suppress(DtorchError):  # it has given up itself, or has us already
                 self._connect(other, frame(_FAILED, self._token, self._index, text)).close()
-
-        self.close()
 
     def close(self) -> None:
         """Nothing is left of this process in the session's directory, nor of those that have died."""
@@ -178,7 +182,11 @@ class _Meeting:
         except RuntimeError as error:  # c10d's DistStoreError is one
             raise self._late([node]) from error
 
-        failure = self._ctx.rendezvous.get(key).decode()
+        self._check_takes_part(node)
+
+    def _check_takes_part(self, node: int) -> None:
+        """:raises DtorchError: if a node that has come to the rendezvous says that it can't."""
+        failure = self._ctx.rendezvous.get(f"{_UP}/{node}").decode()
         if failure:
             raise DtorchError(f"{self._ctx.label}: {self._ranks_at(node)} can't take part: {failure}")
 
@@ -194,7 +202,8 @@ class _Meeting:
             line.sendall(word)
         except OSError as error:
             line.close()
-            raise DtorchError(
+            self._check_takes_part(node)
+            raise PeerLostError(
                 f"{self._ctx.label}: {self._ranks_at(node)} (pid {self._pid_of(node)}) can't be reached: {error}"
             ) from error
         except BaseException:
@@ -216,7 +225,7 @@ class _Meeting:
 
                 if listener.fileno() not in found:
                     ended = pidfds[found.pop()]
-                    raise DtorchError(
+                    raise PeerLostError(
                         f"{self._ctx.label}: {self._ranks_at(ended)} (pid {self._pid_of(ended)}) ended while it was "
                         f"opened"
                     )
