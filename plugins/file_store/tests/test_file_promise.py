@@ -247,6 +247,7 @@ class TestChoice:
         promise.set_result(None)
 
     def test_promise_within_this_process_is_memory_where_there_is_memory(self) -> None:
+        pytest.importorskip("dtorch_memory_store")
         promise = make_promise()
         assert promise.selection.chosen == "memory"
         assert "memory is better" in str(promise.selection)
