@@ -14,6 +14,7 @@ import itertools
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType, ModuleType
@@ -52,6 +53,7 @@ def _world_class() -> type:
         self.number = next(_numbers)  # of this world alone, in this process
         self.mark = f"@rank{rank}.{self.number}"
         self.marked = set()  # the names under which its groups are registered
+        self.meshes = []  # weak references
         self.tracker = None  # of DTensor's random numbers
 
     return type("RankWorld", (distributed_c10d._World,), {"__init__": start, **{name: kept(name) for name in _KEPT}})
@@ -117,6 +119,10 @@ def entered(scope: Scope) -> Iterator[None]:
         finally:
             for name in list(world.marked):
                 _original["_unregister_process_group"](name)
+
+            # Up to torch 2.11, C++ keeps a thread's meshes when the thread ends; their groups are not to stay with them.
+            for mesh in world.meshes:
+                getattr(mesh(), "_pg_registry", {}).clear()
 
             world.marked.clear()
             world.kept.clear()
@@ -231,6 +237,7 @@ def _patch_meshes(stack: ExitStack) -> None:
         original_init(self, *args, **named)
         if world is not None:
             self._thread_id, self._hash = world.number, None
+            world.meshes.append(weakref.ref(self))
 
     def set_state(self: Any, state: dict[str, Any]) -> None:  # noqa: ANN401
         world = mine()

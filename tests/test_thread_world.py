@@ -1,10 +1,12 @@
 """spawn(torch_distributed=True): each rank that is a thread has a torch.distributed of its own."""
 
 import copy
+import gc
 import importlib
 import pickle
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -340,6 +342,23 @@ class TestOutside:
         for number, (plain, divided, x) in enumerate(run(rank, 2)):
             assert plain == [number, number] and divided == [0, 1]
             assert torch.equal(x, rows(0) + rows(1))
+
+    def test_nothing_of_a_rank_is_kept(self):
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        groups = []
+
+        def rank(ctx):
+            groups.append(weakref.ref(dist.group.WORLD))
+            mesh = init_device_mesh("cpu", (2,))
+            x = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
+            return (x @ x.T).redistribute(mesh, [Replicate()]).to_local().sum().item()
+
+        for _ in range(3):
+            run(rank, 2)
+
+        gc.collect()
+        assert sum(group() is not None for group in groups) <= 2  # those of the last run, at most
 
     def test_two_runs_at_once_are_apart(self):
         inside = threading.Barrier(4, timeout=LIMIT)
