@@ -120,7 +120,7 @@ def entered(scope: Scope) -> Iterator[None]:
             for name in list(world.marked):
                 _original["_unregister_process_group"](name)
 
-            # Up to torch 2.11, C++ keeps a thread's meshes when the thread ends; their groups are not to stay with them.
+            # Up to torch 2.11, C++ keeps a thread's meshes when it ends; their groups are not to stay with them.
             for mesh in world.meshes:
                 getattr(mesh(), "_pg_registry", {}).clear()
 
