@@ -78,7 +78,7 @@ class EndingTests(GroupConformance):
 
             over.set()
 
-        self.ranks(body, 2, timeout=SHORT)
+        self.ranks(body, 2, timeout=5 * SHORT)
 
     @pytest.mark.parametrize("wait", SOME)
     def test_timeout_is_each_ranks_own(self, wait: str) -> None:

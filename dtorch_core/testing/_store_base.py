@@ -20,6 +20,9 @@ T = TypeVar("T")
 SHORT = 0.1
 """Seconds for a wait that is expected to end at its deadline."""
 
+OWN = 5 * SHORT
+"""The same where it is the store's own timeout: the opening has to fit in it, too."""
+
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 
 

@@ -20,7 +20,7 @@ from dtorch_core.errors import (
 from dtorch_core.launcher import RankContext
 from dtorch_core.store import TensorStore
 from dtorch_core.testing._harness import Background, asleep
-from dtorch_core.testing._store_base import SHORT, StoreConformance, coded, take
+from dtorch_core.testing._store_base import OWN, SHORT, StoreConformance, coded, take
 
 Wait = Callable[..., object]
 """One of the four below: takes the store and ``timeout``."""
@@ -61,7 +61,7 @@ class EndingTests(StoreConformance):
     @pytest.mark.parametrize("given", ["to the store", "to the call"])
     @WAITS_AND_RESET
     def test_timeout_ends_the_wait_and_says_who_has_not_come(self, wait: Wait, given: str) -> None:
-        over = threading.Event()
+        over, limit = threading.Event(), OWN if given == "to the store" else SHORT
 
         def body(store: TensorStore) -> None:
             if store.rank == 1:
@@ -74,10 +74,10 @@ class EndingTests(StoreConformance):
                 wait(store) if given == "to the store" else wait(store, timeout=SHORT)
 
             assert isinstance(caught.value, TimeoutError)
-            assert 0.9 * SHORT < time.monotonic() - begun < self.patience / 4
+            assert 0.9 * limit < time.monotonic() - begun < self.patience / 4
             over.set()
 
-        self.ranks(body, 2, timeout=SHORT if given == "to the store" else None)
+        self.ranks(body, 2, timeout=OWN if given == "to the store" else None)
 
     def test_timeout_of_zero_takes_what_is_there(self) -> None:
         def body(store: TensorStore) -> None:
@@ -157,7 +157,7 @@ class EndingTests(StoreConformance):
         gave_up = threading.Event()
 
         def rank(ctx: RankContext) -> None:
-            timeout = SHORT if ctx.rank == 0 else self.patience / 2
+            timeout = OWN if ctx.rank == 0 else self.patience / 2
             with ctx.open_store("kit", backend=self.backend, timeout=timeout) as store:
                 if store.rank == 0:
                     with pytest.raises(StoreTimeoutError, match="rank 1, rank 2"):
