@@ -136,7 +136,8 @@ def check_command(block: Block, words: list[str]) -> None:
             assert argument.startswith("-") or (ROOT / argument).exists() or is_distribution(argument), where
     elif command in ("python", "pytest"):
         for argument in arguments:
-            assert argument.startswith(("-", "...")) or (ROOT / argument).exists(), where
+            module = ROOT / f"{argument.replace('.', '/')}.py"
+            assert argument.startswith(("-", "...")) or (ROOT / argument).exists() or module.exists(), where
     else:
         assert shlex.join(words).startswith(SETUP), f"{where}: teach tests/test_readme.py what this needs"
 
