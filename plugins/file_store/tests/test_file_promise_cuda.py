@@ -365,9 +365,10 @@ class TestValues:
         token, future = handed()
         victim.do(
             """
-            tensor = torch.full((1 << 20,), -1.0, device="cuda:0")
+            tensor = torch.full((1 << 20,), -1.0, device="cuda:0").add_(0)  # a kernel's first launch waits for others
             torch.cuda.synchronize()
-            torch.cuda._sleep(20_000_000_000)
+            for _ in range(10):
+                torch.cuda._sleep(2_000_000_000)  # about a second; it counts in 32 bits
             tensor.add_(1)
             promise = attach_promise(token)
             promise.set_result(tensor)
