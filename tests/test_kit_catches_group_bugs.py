@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from dtorch_samedevice_group.group import SameDeviceProcessGroup
-from dtorch_samedevice_group.work import GroupWork
+from dtorch_samedevice_group.work import GroupWork, seconds_of
 
 import dtorch_core
 from dtorch_core import AbortedError, BackendSpec, CollectiveMismatchError, StoreTimeoutError, Support, hookimpl
@@ -36,32 +36,68 @@ def wrong(test):
     return mark
 
 
-class Works(SameDeviceProcessGroup):
+class Around(SameDeviceProcessGroup):
+    """For groups that do something around every collective; ``around`` is given its c10d name."""
+
+    def around(self, name, call):
+        return call()
+
+
+def _around(name):
+    def method(self, *args, **named):
+        return self.around(name, lambda: getattr(super(Around, self), name)(*args, **named))
+
+    return method
+
+
+for _name, _method in vars(SameDeviceProcessGroup).items():
+    if hasattr(_method, "__wrapped__"):
+        setattr(Around, _name, _around(_name))
+
+
+class Works(Around):
     """For groups whose collectives are right, and whose Works are not."""
 
     work = GroupWork
 
-    def _post(self, name, planned):
-        right = super()._post(name, planned)
+    def around(self, name, call):
+        right = call()
         return self.work(right._ticket, right._outputs, right._timeout)
 
 
-class Changes(SameDeviceProcessGroup):
+class EndsWork(GroupWork):
+    """All of it goes through ``_end``."""
+
+    def wait(self, timeout=None):
+        self._end(seconds_of(timeout, self._timeout))
+        return True
+
+
+class Changes(Around):
     """For groups that do something else to the tensors: ``changed`` stands around the work."""
+
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self._calling = threading.local()
+        self._post, self._engine.post = self._engine.post, self._changed_post
+
+    def around(self, name, call):
+        self._calling.name = name
+        return call()
 
     def changed(self, name, work, offers):
         return work(offers)
 
-    def _post(self, name, planned):
-        plan = planned()
+    def _changed_post(self, note, tensors, collective):
+        name = getattr(self._calling, "name", "")
 
         def work(offers):
-            for task in self.changed(name, plan.work, offers):
+            for task in self.changed(name, collective.work, offers):
                 task()
 
             return ()
 
-        return super()._post(name, lambda: plan._replace(work=work))
+        return self._post(note, tensors, collective._replace(work=work))
 
 
 # Values
@@ -84,9 +120,9 @@ class ChangesItsInput(Changes):
 class MixesUpTwoRanks(Changes):
     def changed(self, name, work, offers):
         if name == "allgather" and len(offers) > 3:
-            inputs = [offer.tensors[0] for offer in offers]
+            inputs = [offer.tensors[-1] for offer in offers]
             inputs[2], inputs[3] = inputs[3], inputs[2]
-            offers = [Offer(o.rank, o.note, (x, *o.tensors[1:])) for o, x in zip(offers, inputs, strict=True)]
+            offers = [Offer(o.rank, o.note, (*o.tensors[:-1], x)) for o, x in zip(offers, inputs, strict=True)]
 
         return work(offers)
 
@@ -129,8 +165,8 @@ class SkipsWhatIsEmptySomewhere(Changes):
 @wrong("test_all_gather_of_shards_that_differ")
 class ExpectsShardsOfOneSize(Changes):
     def changed(self, name, work, offers):
-        if name == "allgather" and len({offer.tensors[0].shape for offer in offers}) > 1:
-            return [lambda: offers[-1].tensors[-1].zero_()]
+        if name == "allgather" and len({offer.tensors[-1].shape for offer in offers}) > 1:
+            return [lambda: offers[-1].tensors[0].zero_()]
 
         return work(offers)
 
@@ -217,9 +253,9 @@ class AddsBools(Reduces):
 
 
 @wrong("test_call_returns_before_the_others_have_come[all_reduce]")
-class WaitsInTheCall(SameDeviceProcessGroup):
-    def _post(self, name, planned):
-        work = super()._post(name, planned)
+class WaitsInTheCall(Around):
+    def around(self, name, call):
+        work = call()
         work.wait()
         return work
 
@@ -243,7 +279,7 @@ class Later:
 
 @wrong("test_work_carries_what_the_blocking_call_returns[DEVICE-all_reduce]")
 class NeverFulfilsItsFutures(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def _fulfil(self, future):
             pass
 
@@ -273,7 +309,7 @@ class CopiesLater:
 
 @wrong("test_future_can_be_followed")
 class FulfilsTooEarly(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def get_future(self):
             future = torch.futures.Future()
             future.set_result([torch.zeros_like(tensor) for tensor in self._outputs])
@@ -285,7 +321,7 @@ class FulfilsTooEarly(Works):
 
 @wrong("test_mismatch_raises_on_every_rank[dtype of all_reduce]")
 class SwallowsMismatches(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def _end(self, timeout):
             try:
                 super()._end(timeout)
@@ -294,14 +330,14 @@ class SwallowsMismatches(Works):
 
 
 @wrong("test_mismatch_raises_on_every_rank[root of broadcast]")
-class ComparesNames(SameDeviceProcessGroup):
-    def _post(self, name, planned):
-        return super()._post(name, lambda: planned()._replace(call=name))
+class ComparesNames(Changes):
+    def _changed_post(self, note, tensors, collective):
+        return self._post(note.partition("(")[0], tensors, collective)
 
 
 @wrong("test_mismatch_raises_on_every_rank[dtype of all_reduce]")
 class NamesNobody(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def _end(self, timeout):
             try:
                 super()._end(timeout)
@@ -311,13 +347,15 @@ class NamesNobody(Works):
 
 @wrong("test_mismatch_raises_on_every_rank[dtype of all_reduce]")
 class IsUselessAfterwards(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def _end(self, timeout):
             try:
                 super()._end(timeout)
             except CollectiveMismatchError:
                 time.sleep(0.05)
-                self._ticket._joint.presence.aborted = "broken"
+                with self._ticket._joint.presence.mutex:
+                    self._ticket._joint.presence.abort("broken")
+
                 raise
 
 
@@ -332,14 +370,14 @@ class KeepsMistakesToItself(SameDeviceProcessGroup):
 
 @wrong("test_timeout_names_who_has_not_come_and_who_gave_up[all_reduce]")
 class IgnoresTimeouts(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def _end(self, timeout):
             super()._end(60.0)
 
 
 @wrong("test_timeout_names_who_has_not_come_and_who_gave_up[all_reduce]")
 class NamesNobodyWhoIsLate(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def _end(self, timeout):
             try:
                 super()._end(timeout)
@@ -349,7 +387,7 @@ class NamesNobodyWhoIsLate(Works):
 
 @wrong("test_timeout_names_who_has_not_come_and_who_gave_up[barrier]")
 class ForgetsWhoGaveUp(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def _end(self, timeout):
             try:
                 super()._end(timeout)
@@ -360,7 +398,7 @@ class ForgetsWhoGaveUp(Works):
 
 @wrong("test_timeout_is_each_ranks_own[barrier]")
 class EndsForAllAtTheFirstDeadline(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def _end(self, timeout):
             try:
                 super()._end(timeout)
@@ -504,7 +542,7 @@ class OrdersNoStreamAfterTheWork(Works):
 
 @wrong("test_cuda_result_is_ordered_after_every_ranks_work")
 class WaitsOnTheHost(Works):
-    class work(GroupWork):
+    class work(EndsWork):
         def _end(self, timeout):
             super()._end(timeout)
             if torch.cuda.is_available():
