@@ -364,7 +364,8 @@ class TestKill:
 
         for rank, process in enumerate(processes):
             if rank != victim:
-                assert process.answer()["error"] in ("StoreTimeoutError", "DtorchError", "AbortedError")
+                ends = ("StoreTimeoutError", "PeerLostError", "DtorchError", "AbortedError")
+                assert process.answer()["error"] in ends
 
         ranks.replace(victim)
         for process in ranks.opened(3):

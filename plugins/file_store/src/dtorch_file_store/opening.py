@@ -186,7 +186,8 @@ class _Meeting:
 
     def _check_takes_part(self, node: int) -> None:
         """:raises DtorchError: if a node that has come to the rendezvous says that it can't."""
-        failure = self._ctx.rendezvous.get(f"{_UP}/{node}").decode()
+        key = f"{_UP}/{node}"
+        failure = self._ctx.rendezvous.get(key).decode() if self._ctx.rendezvous.check([key]) else ""
         if failure:
             raise DtorchError(f"{self._ctx.label}: {self._ranks_at(node)} can't take part: {failure}")
 
