@@ -384,6 +384,7 @@ class TestOutside:
             assert all(torch.equal(x, rows(0) + rows(1)) for x in results[number])
 
     def test_the_process_keeps_its_own_groups_meanwhile(self):
+        before = sys.excepthook, distributed_c10d._backend
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         hook = sys.excepthook
         came, seen = threading.Barrier(3, timeout=LIMIT), threading.Barrier(3, timeout=LIMIT)
@@ -408,7 +409,7 @@ class TestOutside:
             dist.destroy_process_group()
             seen.wait()
             ranks.join(LIMIT)
-            sys.excepthook, distributed_c10d._backend = sys.__excepthook__, None  # which c10d leaves behind
+            sys.excepthook, distributed_c10d._backend = before  # c10d leaves its own behind
 
         assert all(torch.equal(x, rows(0) + rows(1)) for x in results) and len(results) == 2
 
