@@ -1,4 +1,4 @@
-"""Memory for results: new, or what the caller gave as ``out``."""
+"""Memory for results, new or what the caller gave as ``out``; and where the memory of a tensor lies."""
 
 from __future__ import annotations
 
@@ -75,6 +75,20 @@ def extent(tensor: Tensor) -> int:
     """How many bytes lie from its first element to the end of its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def own_bytes(tensor: Tensor) -> Tensor:
+    """The same memory of a CPU tensor through a storage of just the bytes that the view addresses."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == tensor.nbytes and tensor.is_contiguous():
+        return tensor
+
+    start = tensor.storage_offset() * tensor.element_size()
+    end = start + (extent(tensor) if tensor.numel() else 0)
+    view = torch.empty(0, dtype=tensor.dtype).set_(storage[start:end], 0, tensor.shape, tensor.stride())
+    # The conjugate and negative bits are of the view, not of the bytes.
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view
 
 
 def _check_out(label: str, out: Tensor, shape: Shape, device: torch.device) -> None:

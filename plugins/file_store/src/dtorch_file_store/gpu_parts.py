@@ -38,7 +38,7 @@ class GpuParts:
         """
         node, gpu, form = self._node, self._gpu, form_of(offer.tensors)
         ready = queue.record_event() if gpu.shared else queue
-        brought = Brought(offer.note, form, False, offer.tensors, ready=ready)
+        brought = Brought(offer.note, form, offer.tensors, ready=ready)
         held = Held(offer.tensors)
         if not node.links:
             return brought, [], held
@@ -59,6 +59,11 @@ class GpuParts:
                     )
 
         return brought, [offer.note, form.text, tickets, gpu.mark(queue)], held
+
+    def withdraw(self, held: Held, queue: torch.cuda.Stream) -> None:
+        """An offer was refused: its copies are not needed."""
+        if held.copies:
+            self._give_back(held, queue)
 
     def of(self, call: Call, brought: Sequence[Brought]) -> Iterator[int]:
         """As :meth:`Parts.of`."""

@@ -43,6 +43,10 @@ torch's wrapper, which costs as much as a small copy. A new one each time: a par
 """
 
 
+_AGAIN = 0.01
+"""Seconds that a wait whose time is over gives to work that is being done, at least, before it asks again."""
+
+
 class Joint:
     """The joint work of one opening."""
 
@@ -78,35 +82,50 @@ class Joint:
         if call is not None and call.came == presence.world_size - 1:
             node.look()  # somebody may have given up before this rank came
 
-        with node.mutex:
-            if not presence.complete or self._retired is not None:
-                presence.check_open(rank)
-                raise_if(self.ended(rank, key))
+        try:
+            with node.mutex:
+                call = self._call_for(key, rank)
+                call.offers[rank] = brought
+                call.came += 1
+                call.work = call.work or work
+                if queue is not None:
+                    call.queue = call.queue or queue
+                    call.held[rank] = held
 
-            call = self._calls.get(key)
-            if call is None:
-                call = self._calls[key] = Call(key, presence.world_size)
+                if node.links:
+                    node.tell_all(frame("post", rank, key, *packed, body=body))
 
-            if call.offers[rank] is not None:
-                raise ProtocolError(f"{presence.at(key)}: rank {rank} has brought its part already")
-
-            call.offers[rank] = brought
-            call.came += 1
-            call.work = call.work or work
+                runs = call.running = call.complete
+        except DtorchError:
             if queue is not None:
-                call.queue = call.queue or queue
-                call.held[rank] = held
+                self.on_gpu.withdraw(held, queue)
 
-            if node.links:
-                node.tell_all(frame("post", rank, key, *packed, body=body))
-
-            runs = call.running = call.complete
+            raise
 
         node.after()
         if runs:
             self._go_on(call)
 
         return FileTicket(self, call, rank, -1 if queue is None else offer.tensors[0].get_device())
+
+    def _call_for(self, key: str, rank: int) -> Call:
+        """The call that a rank begins. Under the mutex.
+
+        :raises DtorchError: if nothing can be begun any more, or the rank has begun it already.
+        """
+        presence = self._presence
+        if not presence.complete or self._retired is not None:
+            presence.check_open(rank)
+            raise_if(self.ended(rank, key))
+
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = Call(key, presence.world_size)
+
+        if call.offers[rank] is not None:
+            raise ProtocolError(f"{presence.at(key)}: rank {rank} has brought its part already")
+
+        return call
 
     def wait_for(self, call: Call, rank: int, timeout: float) -> None:
         """Wait until the call is finished, doing this node's part."""
@@ -146,11 +165,15 @@ class Joint:
 
             woken = []
             with node.mutex:
-                if waiter.done or (not waiter.settled and call.running):
-                    continue  # it is at work: that ends by itself
+                if waiter.done:
+                    continue
 
                 if not waiter.settled:
                     call.waiters.remove(waiter)
+                    if call.running:  # another thread is at work, which ends by itself; this one looks in once more
+                        deadline = time.monotonic() + max(timeout, _AGAIN)
+                        continue
+
                     waiter.error, woken = self._retire(call, rank, timeout)
 
             node.after(woken)

@@ -11,7 +11,6 @@ background thread reads when nobody has waited for a moment.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -23,8 +22,6 @@ from dtorch_file_store.link import Link, ready
 from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.watch import Watch
 from dtorch_file_store.wire import Message
-
-log = logging.getLogger("dtorch")
 
 LEASE = 0.002
 """Seconds without a waiting thread after which the background thread reads: it does not compete with threads that

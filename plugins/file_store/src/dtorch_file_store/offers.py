@@ -56,10 +56,10 @@ class Brought(NamedTuple):
 
     note: str
     form: Form
-    small: bool
-    """Its values were sent along, or can be."""
-    tensors: Sequence[Tensor]
-    """Of a rank of this process: its own. Of another: copies of them, if they were sent along, else none."""
+    tensors: Sequence[Tensor] = ()
+    """Of a rank of this process."""
+    body: bytes = b""
+    """Of a rank of another process: the values that were sent along."""
     tickets: Sequence[Any] = ()
     """On CUDA, of a rank of another process: how to map its tensors."""
     ready: Any = None
@@ -94,7 +94,7 @@ def form_from(text: str) -> Form:
 def own(offer: Offer) -> Brought:
     """An offer of CPU tensors of this process."""
     form = form_of(offer.tensors)
-    return Brought(offer.note, form, form.small, offer.tensors)
+    return Brought(offer.note, form, offer.tensors)
 
 
 def pack(brought: Brought) -> tuple[list[Any], bytes]:
@@ -117,16 +117,21 @@ def pack(brought: Brought) -> tuple[list[Any], bytes]:
 
 
 def unpack(home: int, fields: Sequence[Any], body: bytes) -> Brought:
-    """What a node has packed."""
+    """What a node has packed. Makes no tensor: see :func:`values`."""
     note, text, *device = fields
     form = form_from(text)
     if device:
-        return Brought(note, form, False, (), tickets=device[0], ready=(home, device[1]))
+        return Brought(note, form, tickets=device[0], ready=(home, device[1]))
 
-    if not form.small:
-        return Brought(note, form, False, ())
+    return Brought(note, form, body=body)
 
-    memory, tensors = bytearray(body), []
+
+def values(brought: Brought) -> Sequence[Tensor]:
+    """The tensors of a rank whose values are small: its own here, copies of another process's."""
+    if brought.tensors:
+        return brought.tensors
+
+    form, memory, tensors = brought.form, bytearray(brought.body), []
     for shape, count, offset in zip(form.shapes, form.counts, form.offsets, strict=True):
         if count:
             flat = torch.frombuffer(memory, dtype=shape.dtype, count=count, offset=offset)
@@ -134,4 +139,4 @@ def unpack(home: int, fields: Sequence[Any], body: bytes) -> Brought:
         else:
             tensors.append(torch.empty(shape.sizes, dtype=shape.dtype))
 
-    return Brought(note, form, True, tensors)
+    return tensors

@@ -232,12 +232,12 @@ class _Meeting:
                     )
 
                 line, _ = listener.accept()
-                link = self._hello(line)
-                if link is not None and link.peer in waiting:
+                link = Link(line, -1)
+                if self._greets(link) and link.peer in waiting:
                     waiting.discard(link.peer)
                     links.append(link)
                 else:
-                    line.close()  # a stranger
+                    link.close()  # a stranger, and descriptors that it may have sent
         except BaseException:
             for link in links:
                 link.close()
@@ -249,20 +249,20 @@ class _Meeting:
 
         return links
 
-    def _hello(self, line: socket.socket) -> Link | None:
-        """The link to the node at the other end; None if it is none of this session.
+    def _greets(self, link: Link) -> bool:
+        """Whether a node of this session is at the other end; the link is then told which one.
 
-        :raises DtorchError: if it says that it can't take part.
+        :raises DtorchError: if it says that it can't take part; the link is closed.
         """
-        link, deadline = Link(line, -1), min(self._deadline, time.monotonic() + HELLO)
+        line, deadline = link.socket, min(self._deadline, time.monotonic() + HELLO)
         try:
             if _peer_of(line)[1] != os.getuid():
-                return None  # not a byte of it is read
+                return False  # not a byte of it is read
 
             while not link.early and ready([line.fileno()], deadline - time.monotonic()):
                 messages = link.receive()
                 if messages is None:
-                    return None
+                    return False
 
                 link.early += messages
 
@@ -270,17 +270,17 @@ class _Meeting:
             hello = link.early.pop(0)
             token, link.peer, failure = hello.fields
             if hello.kind not in (_HELLO, _FAILED) or token != self._token or link.peer not in range(self._nodes):
-                return None
+                return False
 
             self._check_peer(line, link.peer)
         except (OSError, ValueError, TypeError, EOFError, LookupError, DtorchError):
-            return None
+            return False
 
         if failure:
-            line.close()
+            link.close()
             raise DtorchError(f"{self._ctx.label}: {self._ranks_at(link.peer)} can't take part: {failure}")
 
-        return link
+        return True
 
     def _check_peer(self, line: socket.socket, node: int) -> None:
         """:raises DtorchError: if the other end is another user's, or not the process that it should be."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtorch_core.declared import Declared, Place, Result, at_risk, compute
 from dtorch_core.joint import Offer
 from dtorch_core.reduction import Rule
-from dtorch_file_store import arena
+from dtorch_file_store import arena, offers
 from dtorch_file_store.calls import Call
 from dtorch_file_store.gpu_parts import GpuParts
 from dtorch_file_store.node import Node
@@ -89,7 +89,7 @@ class Parts:
 
     def ended(self, call: Call) -> None:
         """A call has ended here: it reads nothing of the others any more. Under the mutex."""
-        if call.halves:
+        if call.halves or call.key in self._lent or call.error is not None:
             self._node.tell_all(frame("parted", call.key), lazily=True)
 
         if call.key in self._lent:
@@ -108,7 +108,7 @@ class Parts:
             shapes = [offer.form.shapes for offer in brought]
             results = work.results(notes, shapes)
             written = [place for result in results for place in result.targets]
-            small = all(offer.small for offer in brought)
+            small = all(offer.form.small for offer in brought)
             if small and not any(_rounds_by_place(result.rule) for result in results):
                 known = Known(results, written, None)
             else:
@@ -181,10 +181,11 @@ def _from_values(
     results: Sequence[Result], brought: Sequence[Brought], tensors: dict[int, Sequence[Tensor]]
 ) -> None:
     """Write all that this node's ranks get: every value is here."""
+    given = [offers.values(offer) for offer in brought]
     copies = {place: tensors[place.rank][place.number].clone() for place in at_risk(results, tensors)}
 
     def value(place: Place) -> Tensor:
-        return copies[place] if place in copies else brought[place.rank].tensors[place.number]
+        return copies[place] if place in copies else given[place.rank][place.number]
 
     for result in results:
         targets = [tensors[place.rank][place.number] for place in result.targets if place.rank in tensors]

@@ -265,6 +265,7 @@ class Session:
         return self._give_up()
 
     def _end_now(self) -> None:
+        self.node.look()  # what has arrived counts, also where no thread has found the time to read it
         with self.node.mutex:
             self._said_all.update(self.node.links)
             woken = self._end_if_all_is_said()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtorch_core._memory import own_bytes
 from dtorch_file_store.arena import Arena, Mapping
 from dtorch_file_store.tensors import Layout, compact, over, read, read_back, write
 from dtorch_file_store.wire import INLINE_BYTES
@@ -192,23 +193,3 @@ def to_bytes(tensor: Tensor, layout: Layout) -> bytes:
 def from_bytes(layout: Layout, body: bytes) -> Tensor:
     """A tensor of its own."""
     return over(layout, bytearray(body))
-
-
-def own_bytes(tensor: Tensor) -> Tensor:
-    """The same memory through a storage of just the bytes that the view addresses."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == tensor.nbytes and tensor.is_contiguous():
-        return tensor
-
-    size = tensor.element_size()
-    start = tensor.storage_offset() * size
-    extent = 0
-    if tensor.numel():
-        extent = size * (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
-
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        storage[start : start + extent], 0, tensor.shape, tensor.stride()
-    )
-    # The conjugate and negative bits are of the view, not of the bytes.
-    view = view.conj() if tensor.is_conj() else view
-    return torch._neg_view(view) if tensor.is_neg() else view

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
+from dtorch_core._memory import own_bytes
 from dtorch_core.checks import check_device, check_key, check_publish, check_timeout
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
@@ -53,7 +54,8 @@ class MemoryTensorStore(TensorStore):
         if target is not None and target.type != tensor.device.type:
             shared, ready = streams.copy_to_device(tensor.detach(), target, stream)
         else:
-            shared = _own_bytes(tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach())
+            plain = tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
+            shared = plain if plain.is_cuda else own_bytes(plain)
             ready = streams.record(tensor, stream)
 
         if ready is not None:
@@ -169,26 +171,3 @@ def _dropped(session: Session, token: str, rank: int) -> None:
 def _leave(session: Session, token: str, rank: int) -> None:
     session.close(rank)
     _sessions.pop(token, None)
-
-
-def _own_bytes(tensor: Tensor) -> Tensor:
-    """The same memory through a storage of just the bytes that the view addresses (CPU; a GPU view is left alone)."""
-    if tensor.is_cuda:
-        return tensor
-
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == tensor.nbytes and tensor.is_contiguous():
-        return tensor
-
-    size = tensor.element_size()
-    start = tensor.storage_offset() * size
-    extent = 0
-    if tensor.numel():
-        extent = size * (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
-
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        storage[start : start + extent], 0, tensor.shape, tensor.stride()
-    )
-    # The conjugate and negative bits are of the view, not of the bytes.
-    view = view.conj() if tensor.is_conj() else view
-    return torch._neg_view(view) if tensor.is_neg() else view
