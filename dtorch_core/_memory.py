@@ -85,7 +85,7 @@ def own_bytes(tensor: Tensor) -> Tensor:
 
     start = tensor.storage_offset() * tensor.element_size()
     end = start + (extent(tensor) if tensor.numel() else 0)
-    view = torch.empty(0, dtype=tensor.dtype).set_(storage[start:end], 0, tensor.shape, tensor.stride())
+    view = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage[start:end], 0, tensor.shape, tensor.stride())
     # The conjugate and negative bits are of the view, not of the bytes.
     view = view.conj() if tensor.is_conj() else view
     return torch._neg_view(view) if tensor.is_neg() else view
