@@ -57,7 +57,7 @@ lint: $(VENV)/.tools
 types: $(VENV)/.tools
 	$(RUN) -m mypy
 	MYPYPATH=examples $(RUN) -m mypy --ignore-missing-imports -p minilm -m minilm_tensor_parallel \
-		-p training -m train_fsdp2 -m train_ddp
+		-p training -m train_fsdp2 -m train_ddp -m transformers_tensor_parallel
 
 clean:
 	rm -rf .venv .venv-site .venv-ci .pytest_cache .mypy_cache .ruff_cache
