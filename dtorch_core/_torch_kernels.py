@@ -29,19 +29,39 @@ def serve(device_types: Sequence[str]) -> None:
             return
 
         _library = torch.library.Library(_NAMESPACE, "IMPL")
-        for name, ours in (("all_gather_into_tensor_out", _all_gather_out), ("batch_p2p_ops", _batch_p2p)):
+        for name, ours in _replaced().items():
             for device_type in device_types:
                 _replace(_library, name, ours, device_type.upper())
 
 
-def _replace(library: torch.library.Library, name: str, ours: Callable[..., Any], key: str) -> None:
+def missing(device_types: Sequence[str]) -> list[str]:
+    """What :func:`serve` would miss. Changes nothing."""
+    kernels = [_before(name, device_type.upper()) for name in _replaced() for device_type in device_types]
+    return [lack for lack in kernels if isinstance(lack, str)]
+
+
+def _replaced() -> dict[str, Callable[..., Any]]:
+    return {"all_gather_into_tensor_out": _all_gather_out, "batch_p2p_ops": _batch_p2p}
+
+
+def _before(name: str, key: str) -> Any:  # noqa: ANN401
+    """The kernel that is there; None where there is no such operator yet; else, in words, why it can't be had."""
     if not hasattr(getattr(torch.ops, _NAMESPACE), name):
-        return  # an operator that came later
+        return None  # an operator that came later
 
     try:
-        before = torch.library.get_kernel(f"{_NAMESPACE}::{name}", key)
+        return torch.library.get_kernel(f"{_NAMESPACE}::{name}", key)
     except (AttributeError, RuntimeError) as error:
-        miss(f"{_NAMESPACE}::{name} does not serve groups of dtorch on {key}: {error}")
+        return f"{_NAMESPACE}::{name} does not serve groups of dtorch on {key}: {error}"
+
+
+def _replace(library: torch.library.Library, name: str, ours: Callable[..., Any], key: str) -> None:
+    before = _before(name, key)
+    if before is None:
+        return
+
+    if isinstance(before, str):
+        miss(before)
         return
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **named: Any) -> Any:  # noqa: ANN401

@@ -32,9 +32,40 @@ _SINCE_2_14 = hasattr(distributed_c10d, "_NonGroupMember")
 
 def adapt() -> None:
     """Make ``torch.distributed`` ask the groups of this project; once."""
-    _ask_the_group("monitored_barrier", "group", _monitored_barrier)
-    _ask_the_group("_set_pg_timeout", "group", _set_timeout)
-    _ask_the_group("split_group", "parent_pg", _split_group)
+    for function in _asked():
+        _ask_the_group(*function)
+
+
+def missing() -> list[str]:
+    """What :func:`adapt` would miss. Changes nothing."""
+    return [lack for lack in (_lack(*function) for function in _asked()) if lack is not None]
+
+
+def _asked() -> tuple[tuple[str, str, Callable[..., Any]], ...]:
+    """c10d's function, which of its parameters is the group, and what is called for a group of this project."""
+    return (
+        ("monitored_barrier", "group", _monitored_barrier),
+        ("_set_pg_timeout", "group", _set_timeout),
+        ("split_group", "parent_pg", _split_group),
+    )
+
+
+def _lack(name: str, parameter: str, ours: Callable[..., Any]) -> str | None:
+    """Why c10d's function ``name`` can't be made to call ``ours``; None if it can."""
+    try:
+        signature = inspect.signature(getattr(distributed_c10d, name))
+    except (AttributeError, TypeError, ValueError):
+        return f"torch.distributed has no function {name}: it does not serve groups of dtorch"
+
+    if not {parameter, *_known(ours)} <= set(signature.parameters):
+        return f"torch.distributed's {name} takes {signature}: it does not serve groups of dtorch"
+
+    return None
+
+
+def _known(ours: Callable[..., Any]) -> set[str]:
+    """The arguments of the call that ``ours`` takes, besides the group."""
+    return set(list(inspect.signature(ours).parameters)[1:])
 
 
 def _ask_the_group(name: str, parameter: str, ours: Callable[..., Any]) -> None:
@@ -46,30 +77,26 @@ def _ask_the_group(name: str, parameter: str, ours: Callable[..., Any]) -> None:
         return
 
     _adapted.add(name)
-    original = getattr(distributed_c10d, name, None)
-    try:
-        signature = inspect.signature(original)  # type: ignore[arg-type]  # None is an error like another
-    except (TypeError, ValueError):
-        miss(f"torch.distributed has no function {name}: it does not serve groups of dtorch")
+    lack = _lack(name, parameter, ours)
+    if lack is not None:
+        miss(lack)
         return
 
-    known = set(list(inspect.signature(ours).parameters)[1:])
-    if not {parameter, *known} <= set(signature.parameters):
-        miss(f"torch.distributed's {name} takes {signature}: it does not serve groups of dtorch")
-        return
+    original = getattr(distributed_c10d, name)
+    signature, known = inspect.signature(original), _known(ours)
 
-    @functools.wraps(original)  # type: ignore[arg-type]
+    @functools.wraps(original)
     def function(*args: Any, **named: Any) -> Any:  # noqa: ANN401
         try:
             given = signature.bind(*args, **named).arguments
         except TypeError:
-            return original(*args, **named)  # type: ignore[misc]  # raises as it did
+            return original(*args, **named)  # raises as it did
 
         group = given.get(parameter) or distributed_c10d.GroupMember.WORLD
         if is_ours(group):
             return ours(group, **{key: value for key, value in given.items() if key in known})
 
-        return original(*args, **named)  # type: ignore[misc]
+        return original(*args, **named)
 
     for module in (distributed_c10d, sys.modules["torch.distributed"]):  # while torch itself is being imported, too
         if getattr(module, name, None) is original:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 import dtorch_core
-from dtorch_core import _metadata, _registry, explain, select
+from dtorch_core import _metadata, _registry, _thread_world, _torch_kernels, _torch_state, explain, select
 from dtorch_core._topology import imagine
 from dtorch_core.cli import _installations, check, doctor, main
 
@@ -34,8 +38,8 @@ DOCTOR = """
 """
 
 PARTS = {
-    "system", "environment", "plugins", "metadata", "torch", "ranks as threads", "selection", "reports",
-    "flight recorder",
+    "system", "environment", "plugins", "metadata", "torch", "torch.distributed", "ranks as threads", "selection",
+    "reports", "flight recorder",
 }  # fmt: skip
 """Of the doctor's report."""
 
@@ -542,6 +546,39 @@ class TestDoctor:
 
         monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
         assert self.problems(dtorch) == ["torch 2.10.1+cpu is older than 2.11"]
+
+    def test_what_torch_lacks_is_said_and_is_no_problem(self, dtorch, monkeypatch):
+        assert json.loads(dtorch("doctor", "--json")[1])["torch.distributed"] == []
+        assert "\n  nothing that groups of dtorch need is missing\n" in dtorch("doctor")[1]
+
+        monkeypatch.delattr(distributed_c10d, "split_group")
+        monkeypatch.setattr(_torch_kernels, "_NAMESPACE", "dtorch_no_such")
+        monkeypatch.setattr(torch.ops, "dtorch_no_such", SimpleNamespace(batch_p2p_ops=None), raising=False)
+        monkeypatch.setattr(_torch_state, "missed", ["what was missed\nas a backend was registered"])
+        assert self.problems(dtorch) == []
+        split = "torch.distributed has no function split_group: it does not serve groups of dtorch"
+        facts = json.loads(dtorch("doctor", "--json")[1])["torch.distributed"]
+        assert facts[:2] == ["what was missed\nas a backend was registered", split]
+        for fact, key in zip(facts[2:], ("CPU", "CUDA"), strict=True):
+            assert fact.startswith(f"dtorch_no_such::batch_p2p_ops does not serve groups of dtorch on {key}: ")
+
+        lines = dtorch("doctor")[1].split("\ntorch.distributed\n")[1].splitlines()
+        assert lines[1] == f"  {split}" and [line.startswith("  ") for line in lines[:5]] == [True] * 4 + [False]
+
+    def test_what_threads_share_is_what_the_docs_list(self, dtorch):
+        page = (Path(__file__).parents[1] / "docs" / "run.md").read_text(encoding="utf-8")
+        section = page.partition("\n## What threads share\n")[2].partition("\n## ")[0]
+        named = [name[0].lower() + name[1:] for name in re.findall(r"^- \*\*(.+?)\*\*", section, re.MULTILINE)]
+        shared = json.loads(dtorch("doctor", "--json")[1])["ranks as threads"]["shared"]
+        assert list(shared) == named and len(named) > 8
+        out = dtorch("doctor")[1]
+        for what, which in shared.items():
+            assert re.search(rf"^  shared: {re.escape(what)} +{re.escape(which)}$", out, re.MULTILINE)
+
+    def test_torch_that_threads_can_not_divide_is_a_problem(self, dtorch, monkeypatch):
+        monkeypatch.setattr(_thread_world, "MISSING", ["_World has no property pg_map"])
+        said = "ranks that are threads can't have torch.distributed of their own: _World has no property pg_map"
+        assert self.problems(dtorch) == [said]
 
     def test_part_that_fails_stops_no_other(self, dtorch, monkeypatch):
         def fail():

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,52 @@ def check_every_kind_of_group(results):
         assert torch.equal(row, rows(first) + rows(first + 1))
 
 
+class Summed(torch.autograd.Function):
+    """The values as they are; in backward, the sum of the gradients of a group's ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def from_groups_in_use_at_once(ctx):
+    """What each of a rank's threads got from a group of its own, forward and backward; and torch's level of checks."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = [dist.group.WORLD, pairs[rank // 2], dist.new_group()]
+
+    def use(number, group):
+        got = []
+        for turn in range(10):
+            x = rows(rank) + 100 * number + turn
+            dist.all_reduce(x, group=group)
+            y = rows(rank).requires_grad_()
+            (Summed.apply(y, group) * (rows(rank) + 100 * number + turn)).sum().backward()
+            got.append((number, turn, x, functional.all_reduce(y.grad, "sum", group).wait()))
+
+        return got
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        each = pool.map(use, range(len(groups)), groups, timeout=LIMIT)
+        return dist.get_debug_level().name, [one for got in each for one in got]
+
+
+@pytest.fixture
+def level(request):
+    """The level of torch's own checks, as TORCH_DISTRIBUTED_DEBUG sets it."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(getattr(dist.DebugLevel, request.param))
+    yield request.param
+    dist.set_debug_level(before)
+
+
 class TestCollectives:
     def test_every_kind_of_group_works_in_threads(self):
         check_every_kind_of_group(run(from_every_kind_of_group))
@@ -76,6 +123,16 @@ class TestCollectives:
             torch_distributed=True, timeout=100,
         )  # fmt: skip
         check_every_kind_of_group(results)
+
+    @pytest.mark.parametrize("level", ["OFF", "DETAIL"], indirect=True)
+    def test_groups_in_use_at_once_are_apart(self, level):
+        for rank, (found, got) in enumerate(run(from_groups_in_use_at_once)):
+            assert found == level and len(got) == 30
+            for number, turn, total, grad in got:
+                members = [rank // 2 * 2, rank // 2 * 2 + 1] if number == 1 else range(4)
+                expected = sum(rows(member) + 100 * number + turn for member in members)
+                assert torch.equal(total, expected)
+                assert torch.equal(grad, len(members) * expected)
 
     def test_groups_are_numbered_by_each_rank_alone(self):
         def rank(ctx):
@@ -179,8 +236,9 @@ class TestAutograd:
         else:
             assert after is before
 
+    @pytest.mark.parametrize("level", ["OFF", "DETAIL"], indirect=True)
     @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-    def test_training_is_that_of_one_rank(self, sharded):
+    def test_training_is_that_of_one_rank(self, sharded, level):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         x, y = torch.randn(8, 8), torch.randn(8, 4)

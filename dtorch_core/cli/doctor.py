@@ -152,6 +152,19 @@ def _torch() -> Finding:
     return Finding(facts, columns(rows), [f"torch {torch.__version__} is older than {needed}"] if old else [])
 
 
+def _torch_distributed() -> Finding:
+    """What this torch lacks to serve groups of dtorch. No problem: what else it has works."""
+    if sys.modules.get("torch") is None:
+        return Finding(None, ["torch is not installed"])
+
+    from dtorch_core import _torch_kernels, _torch_state
+    from dtorch_core.torch_backends import DEVICES
+
+    # Missed when a backend was registered, or would be.
+    lacks = [*dict.fromkeys([*_torch_state.missed, *_torch_state.missing(), *_torch_kernels.missing(DEVICES)])]
+    return Finding(lacks, [one_line(lack) for lack in lacks] or ["nothing that groups of dtorch need is missing"])
+
+
 def _ranks_as_threads() -> Finding:
     """Whether this torch can be divided among threads, and what they share all the same."""
     if sys.modules.get("torch") is None:
@@ -245,6 +258,7 @@ PARTS: dict[str, Callable[[], Finding]] = {
     "plugins": _plugins,
     "metadata": _metadata,
     "torch": _torch,
+    "torch.distributed": _torch_distributed,
     "ranks as threads": _ranks_as_threads,
     "selection": _selection,
     "reports": _reports,

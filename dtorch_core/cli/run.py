@@ -17,13 +17,16 @@ FACTS = False
 
 SHARED = {
     "imported modules": "their variables and caches; a script's own __main__ is each rank's",
-    "the working directory": "os.chdir",
-    "the process": "os.getpid, limits, sys.path, the main thread, exit handlers (run at the end of all ranks)",
+    "the process": "os.getpid, limits, sys.path, sys.argv, the working directory",
+    "the main thread": "no rank is it",
     "settings of torch": "default dtype, backend flags, deterministic algorithms, number of threads",
     "random numbers beside torch's": "random, numpy.random",
     "warnings and logging": "a warning shown once is shown for one rank; logging.basicConfig is the first rank's",
     "the environment in C": "what a rank sets in os.environ, C code and child processes see as the last rank set it",
+    "output that Python does not write": "it has no label",
     "compiled code": "torch.compile's caches and its limit of recompilations",
+    "exit handlers": "atexit: they run when all ranks have ended",
+    "symmetric memory and RPC": "for processes alone",
 }
 """What ranks that are threads can't have apart, and what that is about."""
 

@@ -24,8 +24,8 @@ CHECKS = (
 ).split()
 
 IN_DETAIL = (
-    "collectives batch_isend_irecv coalescing groups functional_collectives ddp fsdp2 groups_in_several_threads "
-    "a_rank_that_dies"
+    "collectives batch_isend_irecv coalescing groups functional_collectives ddp fsdp2 "
+    "collectives_inside_backward groups_in_several_threads a_rank_that_dies"
 ).split()
 
 
