@@ -6,8 +6,8 @@ Each rank holds 3 of the 12 heads of every layer, a quarter of every feed-forwar
 DTensors. The model is as ``transformers`` wrote it, and nothing in ``rank`` knows whether it is a thread or a process.
 
 While ``transformers`` loads a model it patches the whole process: the default dtype, ``torch.nn.init``, methods of its
-own classes. So the model is loaded once, before there are ranks. Ranks that are threads all get that one, and each
-makes its own copy before it changes it.
+own classes. Two loads at once can leave these patches behind, as each puts back what it found. So the model is loaded
+once, before there are ranks. Ranks that are threads all get that one, and each makes its own copy before it changes it.
 
 Ends with exit code 1 if the embeddings differ by 1e-5 or more from those of the same model on one rank.
 """
