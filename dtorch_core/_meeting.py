@@ -18,18 +18,25 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from dtorch_core import _scope
-from dtorch_core._rendezvous import LONGEST, own_line
-from dtorch_core._text import describe_error, rank_list, seconds
+from dtorch_core import _deaths, _scope
+from dtorch_core._board import Board
+from dtorch_core._rendezvous import LONGEST
+from dtorch_core._text import describe_error, rank_list, root_cause, seconds
+from dtorch_core._topology import Member, Topology
 from dtorch_core.errors import AbortedError, DtorchError, PeerLostError, ProtocolError, StoreTimeoutError
 
 OK = "ok"
 
-STEPS = {"members": "had not come", "choice": "had not chosen a backend", "ready": "had not built its handle"}
+STEPS = {
+    "members": "had not come",
+    "choice": "had not chosen a backend",
+    "built": "had not come to what its backend exchanges",
+    "ready": "had not built its handle",
+}
 """The steps of an opening, and what is said of a rank that is late for each."""
 
 ERRORS: dict[str, type[DtorchError]] = {
-    error.__name__: error for error in (AbortedError, ProtocolError, StoreTimeoutError)
+    error.__name__: error for error in (AbortedError, PeerLostError, ProtocolError, StoreTimeoutError)
 }
 """What a rank that gave up may make its peers raise."""
 
@@ -46,7 +53,7 @@ class Meeting:
 
     def __init__(
         self,
-        carrier: dist.Store,
+        carrier: Board,
         label: str,
         path: str,
         rank: int,
@@ -55,7 +62,7 @@ class Meeting:
         started: float,
         parent: Meeting | None = None,
     ) -> None:
-        self._root = _root(path, carrier)
+        self._root = carrier.under(_under(path))
         self._label = label
         self._rank = rank
         self._world_size = world_size
@@ -64,6 +71,9 @@ class Meeting:
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._over = False
+        self._seen: dict[int, tuple[Member, ...]] = {}
+        """The other processes whose end can be seen here: by pid, with their ranks."""
+        self._deaths: _deaths.Deaths | None = None
         with self._reaching():
             self._number, self.store = self._join()
             """The store under this opening's own prefix: an opening never sees the keys of another one."""
@@ -81,13 +91,27 @@ class Meeting:
         with self._lock:  # an abort comes before, or finds nothing to end
             self._over = True
 
+        if self._deaths is not None:
+            self._deaths.close()
+
         try:
             if error is None:
                 self._clean()
             else:
-                self._end_all(self._root, AbortedError, f"rank {self._rank} failed: {describe_error(error)}")
+                lost = PeerLostError if isinstance(root_cause(error), PeerLostError) else AbortedError
+                self._end_all(lost, f"rank {self._rank} failed: {describe_error(error)}")
         except RuntimeError:
             pass  # the rendezvous is gone: nobody is left to tell
+
+    def watch(self, topology: Topology) -> None:
+        """From now on the end of another rank's process on this host is the end of the opening on every rank."""
+        member = topology[self._rank]
+        self._seen = _deaths.others(topology, member)
+        if self._seen and topology.by_process()[member.process][0] == member:  # one rank of a process does it
+            self._deaths = _deaths.Deaths(self._seen, self._died, self._label)
+
+    def _died(self, who: str) -> None:
+        self._end_now(PeerLostError, f"{who} ended while it was opened")
 
     def exchange(self, step: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
         """Give every rank this rank's payload; return all of them in rank order.
@@ -107,28 +131,48 @@ class Meeting:
         if self._reason is not None:
             raise AbortedError(f"{self._label}: {self._reason}")
 
+        raise self._error(verdict)
+
+    def failure(self, seconds: float) -> DtorchError | None:
+        """What this opening fails with on every rank, if it does within so many seconds."""
+        with self._reaching():
+            try:
+                self.store.wait(["failed"], timedelta(seconds=seconds))
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # late: a DistError, except for a FileStore's
+                return None
+
+            return self._error(self.store.get("failed").decode())
+
+    def _error(self, verdict: str) -> DtorchError:
         name, _, text = verdict.partition(": ")
-        raise ERRORS.get(name, DtorchError)(f"{self._label}, rank {self._rank}: {text}")
+        return ERRORS.get(name, DtorchError)(f"{self._label}, rank {self._rank}: {text}")
 
     def abort(self, reason: str, *, died: bool = False) -> None:
         """Wake this meeting's waits on every rank, and those of what is nested in it."""
         with self._lock:
             self._reason = self._reason or reason
-            if self._over:
+
+        self._end_now(AbortedError, reason)
+
+    def _end_now(self, error: type[DtorchError], text: str) -> None:
+        """End what is left while this rank may be waiting."""
+        with self._lock:
+            if self._over or self._root.lines.gone():
                 return
 
             try:
-                # On another line than the one this rank waits on, which serves one call at a time.
-                self._end_all(own_line(self._root), AbortedError, reason)
+                self._end_all(error, text)
             except RuntimeError:
                 pass  # the rendezvous is gone, which ends every wait as well
 
-    def _join(self) -> tuple[int, dist.Store]:
+    def _join(self) -> tuple[int, Board]:
         """Find the opening to take part in: the first in which this rank has not been, and that has not ended."""
         # Counts the openings whose first step has ended. May lag behind, which costs a look at each one in between.
         number = self._root.add("openings", 0)
         while True:
-            store = dist.PrefixStore(str(number), self._root)
+            store = self._root.under(str(number))
             if not store.check(["members/verdict"]):
                 if store.add(f"here/{self._rank}", 1) == 1:
                     break
@@ -174,10 +218,10 @@ class Meeting:
         index = self.store.add("nested/count", 1)
         self.store.set(f"nested/{index}", json.dumps([path, number]))
         if self.store.check(["failed"]):  # perhaps before that was set: then nobody else ends the nested one
-            _end_all(_root(path, self.store), number, self.store.get("failed").decode())
+            _end_all(self.store.under(_under(path)), number, self.store.get("failed").decode())
 
-    def _end_all(self, root: dist.Store, error: type[DtorchError], text: str) -> None:
-        _end_all(root, self._number, f"{error.__name__}: {text}")
+    def _end_all(self, error: type[DtorchError], text: str) -> None:
+        _end_all(self._root, self._number, f"{error.__name__}: {text}")
 
     def _end(self, step: str, verdict: str) -> str:
         return _end(self._root, self._number, step, verdict)
@@ -215,7 +259,7 @@ class Meeting:
             return  # a rank that opens the name next would take this opening for one that has not begun
 
         nested = self.store.add("nested/count", 0)
-        keys = ["done", "world_size", "counted", "nested/count"]
+        keys = ["done", "world_size", "counted", "failed", "nested/count"]
         keys += [f"nested/{index}" for index in range(1, nested + 1)]
         keys += [f"here/{rank}" for rank in range(self._world_size)]
         for step in STEPS:
@@ -232,19 +276,20 @@ class Meeting:
             raise self._lost(error) from error
 
     def _lost(self, error: Exception) -> PeerLostError:
+        ended = _deaths.first_ended(self._seen) if self._seen else ""
         return PeerLostError(
-            f"{self._label}, rank {self._rank}: the rendezvous is gone ({str(error).splitlines()[0]}); has rank 0's "
-            f"process ended?"
+            f"{self._label}, rank {self._rank}: the rendezvous is gone ({str(error).splitlines()[0]}); "
+            + (f"{ended} ended while it was opened" if ended else "has rank 0's process ended?")
         )
 
 
-def _root(path: str, carrier: dist.Store) -> dist.Store:
-    return dist.PrefixStore(f"dtorch/{path}", carrier)
+def _under(path: str) -> str:
+    return f"dtorch/{path}"
 
 
-def _end(root: dist.Store, number: int, step: str, verdict: str) -> str:
+def _end(root: Board, number: int, step: str, verdict: str) -> str:
     """Write a step's verdict unless it has one; return the one that holds."""
-    opening = dist.PrefixStore(str(number), root)
+    opening = root.under(str(number))
     held = opening.compare_set(f"{step}/verdict", "", verdict).decode()
     if step == "members" and opening.add("counted", 1) == 1:
         root.add("openings", 1)
@@ -252,9 +297,9 @@ def _end(root: dist.Store, number: int, step: str, verdict: str) -> str:
     return held
 
 
-def _end_all(root: dist.Store, number: int, verdict: str) -> None:
+def _end_all(root: Board, number: int, verdict: str) -> None:
     """End what is left of an opening, and of those nested in it."""
-    opening = dist.PrefixStore(str(number), root)
+    opening = root.under(str(number))
     opening.compare_set("failed", "", verdict)
     for step in STEPS:
         _end(root, number, step, verdict)
@@ -262,4 +307,4 @@ def _end_all(root: dist.Store, number: int, verdict: str) -> None:
     for index in range(1, opening.add("nested/count", 0) + 1):
         if opening.check([f"nested/{index}"]):
             path, nested = json.loads(opening.get(f"nested/{index}"))
-            _end_all(_root(path, opening), nested, verdict)
+            _end_all(opening.under(_under(path)), nested, verdict)

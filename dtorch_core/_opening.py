@@ -5,20 +5,21 @@ from __future__ import annotations
 import importlib
 import math
 import time
+import uuid
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
-import torch.distributed as dist
-
 from dtorch_core import _hand_made, _member, _scope
 from dtorch_core._authority import asked_for
+from dtorch_core._board import Board
 from dtorch_core._context import BackendContext
 from dtorch_core._discovery import guarded
 from dtorch_core._meeting import Meeting
 from dtorch_core._reasons import BackendSpec, Kind, Selection
-from dtorch_core._rendezvous import connect, own_line
+from dtorch_core._rendezvous import connect
 from dtorch_core._selector import announce, choose, spec_of
 from dtorch_core._text import count, describe_error
 from dtorch_core._topology import Member, Topology
@@ -26,6 +27,7 @@ from dtorch_core.errors import NoBackendError, PluginError, ProtocolError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from dtorch_core.store import TensorStore
 
@@ -35,6 +37,9 @@ class Closable(Protocol):
 
     def close(self) -> None: ...
 
+
+_boards: weakref.WeakKeyDictionary[Closable, Board] = weakref.WeakKeyDictionary()
+"""Where each open handle was opened: what is opened there next has the same connections."""
 
 Wrap = Callable[[Any, BackendContext], Closable]
 """Checks what a factory returned, and gives the handle."""
@@ -68,7 +73,7 @@ def open_backend(
     rank: int,
     world_size: int,
     device: str | torch.device | None,
-    rendezvous: dist.Store | str | None,
+    rendezvous: Board | dist.Store | str | None,
     backend: str | None,
     timeout: float,
 ) -> Any:  # noqa: ANN401 - whatever ``wrap`` gives
@@ -81,17 +86,20 @@ def open_backend(
     member = _member.describe(rank, _member.normal_device(device))
     asked_for(kind, backend)
     started = time.monotonic()
-    carrier, place = connect(rendezvous, rank, world_size, timeout)
-    label = f"open_{kind}({name!r}) at {place}"
+    carrier = connect(rendezvous, rank, world_size, timeout)
+    label = f"open_{kind}({name!r}) at {carrier.place}"
     meeting = Meeting(carrier, label, _path(kind, name), rank, world_size, timeout, started)
     return _open(Request(kind, name, wrap, member, world_size, backend, timeout, label), meeting)
 
 
-def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever ``wrap`` gives
+def _open(request: Request, meeting: Meeting, *, outermost: bool = True) -> Any:  # noqa: ANN401 - whatever ``wrap`` gives
     # What raises in here on one rank ends the meeting's steps on all of them.
     with meeting:
         topology = _meet(request, meeting)
-        selection = _agree(request, meeting, topology)
+        if outermost:
+            meeting.watch(topology)
+
+        selection, token = _agree(request, meeting, topology)
         context = BackendContext(
             kind=request.kind,
             name=request.name,
@@ -99,10 +107,13 @@ def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever
             world_size=request.world_size,
             device=request.member.device,
             topology=topology,
-            rendezvous=dist.PrefixStore("backend", own_line(meeting.store)),
             timeout=request.timeout,
             selection=selection,
+            _board=meeting.store.under("backend"),
             _open_store=lambda name: _open_nested(request, meeting, selection, name),
+            _exchange=lambda payload: meeting.exchange("built", dict(payload)),
+            _failure=meeting.failure,
+            token=token,
             label=request.shown or f"{request.kind} {request.name!r}",
         )
         handle = _built(spec_of(selection), context, request.wrap)
@@ -115,6 +126,7 @@ def _open(request: Request, meeting: Meeting) -> Any:  # noqa: ANN401 - whatever
     if callable(getattr(handle, "abort", None)):
         scope = _scope.current()
         (_hand_made.watch if scope is None else scope.add)(handle)  # type: ignore[arg-type]
+        _boards[handle] = context._board
 
     return handle
 
@@ -126,7 +138,7 @@ def _open_nested(outer: Request, meeting: Meeting, selection: Selection, name: s
     full = f"{outer.name}/{name}"
     label = f"open_store({full!r}) inside {outer.label}"
     nested = Meeting(
-        own_line(meeting.store),
+        meeting.store,
         label,
         _path("store", name),
         outer.member.rank,
@@ -140,7 +152,7 @@ def _open_nested(outer: Request, meeting: Meeting, selection: Selection, name: s
     request = replace(
         outer, kind="store", name=full, wrap=_checked_store, backend=None, label=label, shown=shown, opener=opener
     )
-    store: TensorStore = _open(request, nested)
+    store: TensorStore = _open(request, nested, outermost=False)
     return store
 
 
@@ -199,11 +211,11 @@ def _meet(request: Request, meeting: Meeting) -> Topology:
         ) from error
 
 
-def _agree(request: Request, meeting: Meeting, topology: Topology) -> Selection:
-    """Choose on every rank alike, or raise on every rank."""
+def _agree(request: Request, meeting: Meeting, topology: Topology) -> tuple[Selection, str]:
+    """Choose on every rank alike, or raise on every rank; and a token that is the opening's alone."""
     selection, error = choose(request.kind, topology, backend=request.backend)
     said = f"{selection.chosen} (decided by {selection.asked_by})" if error is None else str(error)
-    choices = meeting.exchange("choice", {"chosen": selection.chosen, "said": said})
+    choices = meeting.exchange("choice", {"chosen": selection.chosen, "said": said, "token": uuid.uuid4().hex})
     if len({choice["chosen"] for choice in choices}) > 1:
         lines = [f"  rank {rank}: {choice['said']}" for rank, choice in enumerate(choices)]
         disagreement = (
@@ -221,7 +233,7 @@ def _agree(request: Request, meeting: Meeting, topology: Topology) -> Selection:
         raise error
 
     announce(selection)
-    return selection
+    return selection, choices[0]["token"]
 
 
 def _built(spec: BackendSpec, context: BackendContext, wrap: Wrap) -> Closable:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dtorch_core import _member
 from dtorch_core._authority import Ask, asked_for
+from dtorch_core._board import Board, Lines
 from dtorch_core._context import BackendContext
 from dtorch_core._opening import load_factory
 from dtorch_core._reasons import BackendSpec, Selection
@@ -200,10 +201,12 @@ def _context(selection: Selection, device: str) -> BackendContext:
         world_size=1,
         device=device,
         topology=selection.topology,
-        rendezvous=dist.HashStore(),
         timeout=TIMEOUT,
         selection=selection,
+        _board=Board(Lines(dist.HashStore()), "nowhere"),
         _open_store=no_store,
+        _exchange=lambda payload: [dict(payload)],
+        _failure=lambda _: None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtorch_core._scope import Scope
 
@@ -24,6 +24,10 @@ class RankContext:
     """``"cpu"`` or ``"cuda:N"``."""
     _scope: Scope = field(repr=False, compare=False)
 
+    @property
+    def _meeting_place(self) -> Any:  # noqa: ANN401 - a Board, which the core's own openings take as well
+        return self._scope.board
+
     def open_store(self, name: str, *, backend: str | None = None, timeout: float = 300.0) -> TensorStore:
         """Open a TensorStore with all ranks, as :func:`dtorch_core.open_store` does."""
         from dtorch_core.store import open_store
@@ -33,7 +37,7 @@ class RankContext:
             rank=self.rank,
             world_size=self.world_size,
             device=self.device,
-            rendezvous=self._scope.rendezvous,
+            rendezvous=self._meeting_place,
             backend=backend,
             timeout=timeout,
         )
@@ -71,7 +75,7 @@ class RankContext:
             rank=members.index(self.rank),
             world_size=len(members),
             device=self.device,
-            rendezvous=self._scope.rendezvous,
+            rendezvous=self._meeting_place,
             backend=backend,
             timeout=timeout,
         )
@@ -90,7 +94,7 @@ class RankContext:
             self.world_size,
             name=name,
             device=self.device,
-            rendezvous=self._scope.rendezvous,
+            rendezvous=self._meeting_place,
             backend=backend,
             timeout=timeout,
         )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dtorch_core import _scope
+from dtorch_core._board import Board, Lines
 from dtorch_core._registry import registry
 from dtorch_core._scope import Scope
 from dtorch_core._text import rank_list, root_cause, seconds
@@ -118,15 +119,15 @@ class Run:
 
     :param call: what each rank does, in its scope.
     :param devices: the rank's device, for each rank that runs here.
-    :param rendezvous: where their names meet; one of their own where None.
+    :param rendezvous: where their names meet, by a connection that nobody else uses; one of their own where None.
     """
 
     def __init__(
         self, call: Callable[[Scope], Any], devices: Mapping[int, str], rendezvous: dist.Store | None = None
     ) -> None:
         self._call, self._devices = call, devices
-        meeting = dist.HashStore() if rendezvous is None else rendezvous
-        self._scopes = {rank: Scope(rank, meeting, device) for rank, device in devices.items()}
+        lines = Lines(dist.HashStore() if rendezvous is None else rendezvous)
+        self._scopes = {rank: Scope(rank, Board(lines, "this spawn"), device) for rank, device in devices.items()}
         self._changed = threading.Condition()
         self._threads: dict[int, threading.Thread] = {}
         self._threads_per_rank: int | None = None

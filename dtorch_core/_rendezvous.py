@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import torch.distributed as dist
 
 from dtorch_core import _scope
+from dtorch_core._board import Board, Lines, board_at, board_in, own_line
 from dtorch_core._text import seconds
 from dtorch_core.errors import DtorchError, StoreTimeoutError
 
@@ -33,88 +34,94 @@ _kept: dict[str, dist.Store] = {}
 has closed what it opened; and one FileStore for each file, since the last one to go removes the file."""
 
 
-def connect(
-    rendezvous: dist.Store | str | None, rank: int, world_size: int, timeout: float
-) -> tuple[dist.Store, str]:
-    """A store that carries an opening's exchange, and how messages call it.
+def connect(rendezvous: Board | dist.Store | str | None, rank: int, world_size: int, timeout: float) -> Board:
+    """What carries an opening's exchange.
 
     :raises ValueError: if the URL can't be read.
     :raises StoreTimeoutError: if the rendezvous' host does not answer within ``timeout`` seconds.
     :raises DtorchError: if rank 0 can't serve it, or its file can't be used; the system's error is the cause.
     """
+    if isinstance(rendezvous, Board):
+        return rendezvous
+
     if isinstance(rendezvous, dist.Store):
-        return own_line(rendezvous), f"the given {type(rendezvous).__name__}"
+        return board_in(rendezvous)
 
     if isinstance(rendezvous, str):
-        return _at_url(rendezvous, rank, world_size, timeout), rendezvous
+        return _at_url(rendezvous, rendezvous, rank, world_size, timeout)
 
     if rendezvous is not None:
         raise TypeError(f"rendezvous must be a torch.distributed.Store, a URL or None, not {rendezvous!r}")
 
     if world_size == 1:
-        return dist.HashStore(), f"process {os.getpid()}"  # its own: nobody to meet, and nobody to mix up with
+        return _here(dist.HashStore())  # its own: nobody to meet, and nobody to mix up with
 
     scope = _scope.current()
     if scope is not None:
-        return own_line(scope.rendezvous), "this spawn"
+        return scope.board
 
     if os.environ.get("WORLD_SIZE") == str(world_size) and "MASTER_ADDR" in os.environ:
-        return _at_url("env://", rank, world_size, timeout), "torchrun's environment (env://)"
+        return _at_url("env://", "torchrun's environment (env://)", rank, world_size, timeout)
 
-    return _in_process, f"process {os.getpid()}"
-
-
-def own_line(store: dist.Store) -> dist.Store:
-    """Another connection to the same store: a call that blocks on one does not hold up the other."""
-    try:
-        line: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-    except (AttributeError, RuntimeError):
-        return store  # written in Python, without clone()
-
-    return line
+    return _here(_in_process)
 
 
-def _at_url(url: str, rank: int, world_size: int, timeout: float) -> dist.Store:
+def _here(store: dist.HashStore) -> Board:
+    return Board(Lines(store), f"process {os.getpid()}")
+
+
+def _at_url(url: str, place: str, rank: int, world_size: int, timeout: float) -> Board:
     parts = urlsplit(url)
     if parts.query:
         raise ValueError(f"rendezvous {url!r}: rank and world_size are arguments; leave out ?{parts.query}")
 
     if parts.scheme == "file":
-        return _at_file(url, parts, world_size)
+        return Board(Lines(_at_file(url, parts, world_size)), place)
 
     limit = timedelta(seconds=min(timeout, LONGEST))
     if parts.scheme == "tcp":
         host, port = _host_and_port(url, parts)
-        return _at_server(host, port, rank == 0, limit)
+        return _at_server(host, port, rank == 0, limit, place)
 
     if parts.scheme == "env":
         # torchrun's agent serves the store itself; each restart of the workers begins anew.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host, port = _host_and_port_of_environment()
-        store = _at_server(host, port, rank == 0 and not agent, limit)
-        return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        board = _at_server(host, port, rank == 0 and not agent, limit, place)
+        return board.under(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
 
     raise ValueError(f"rendezvous {url!r}: the scheme must be tcp://host:port, file:///path or env://")
 
 
-def _at_server(host: str, port: int, serve: bool, limit: timedelta) -> dist.Store:
+def _at_server(host: str, port: int, serve: bool, limit: timedelta, shown: str) -> Board:
     place, deadline = f"{host}:{port}", time.monotonic() + limit.total_seconds()
-    if serve and place not in _kept:
-        try:
-            # Several in one process share the port: with other openings, and with torch's own process group.
-            server = _in_time(
-                place,
-                deadline,
-                lambda: dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, multi_tenant=True),
-            )
-        except TimeoutError as error:
-            raise _silent(place, limit) from error
-        except (RuntimeError, ValueError) as error:
-            raise DtorchError(f"rank 0 can't serve the rendezvous at {place}: {_first_line(error)}") from error
+    if serve:
+        _serve(host, port, place, deadline, limit)
 
-        with _lock:
-            _kept.setdefault(place, server)
+    return board_at(place, shown, lambda: _kept.get(place) or _at_port(host, port, place, deadline, limit))
 
+
+def _serve(host: str, port: int, place: str, deadline: float, limit: timedelta) -> None:
+    if place in _kept:
+        return
+
+    try:
+        # Several in one process share the port: with other openings, and with torch's own process group.
+        server = _in_time(
+            place,
+            deadline,
+            lambda: dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, multi_tenant=True),
+        )
+    except TimeoutError as error:
+        raise _silent(place, limit) from error
+    except (RuntimeError, ValueError) as error:
+        raise DtorchError(f"rank 0 can't serve the rendezvous at {place}: {_first_line(error)}") from error
+
+    with _lock:
+        _kept.setdefault(place, server)
+
+
+def _at_port(host: str, port: int, place: str, deadline: float, limit: timedelta) -> dist.Store:
     try:
         _wait_for_server(host, port, deadline)
     except OSError as error:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from dtorch_core._board import Board
+
 
 log = logging.getLogger("dtorch")
 
@@ -25,10 +27,10 @@ class Abortable(Protocol):
 class Scope:
     """One rank's open handles, the rendezvous its names meet at by default, and what it has instead of the process."""
 
-    def __init__(self, rank: int, rendezvous: Store, device: str = "cpu") -> None:
+    def __init__(self, rank: int, board: Board, device: str = "cpu") -> None:
         outer = current()
         self.rank = rank
-        self.rendezvous = rendezvous
+        self.board = board
         self.device = device
         self.own: dict[str, Any] = {} if outer is None else dict(outer.own)
         """What other ranks of this process have of their own as well, by whoever looks it up. A rank that spawns ranks
@@ -36,6 +38,11 @@ class Scope:
         self._lock = threading.Lock()
         self._open: weakref.WeakSet[Abortable] = weakref.WeakSet()
         self._ended: tuple[str, bool] | None = None
+
+    @property
+    def rendezvous(self) -> Store:
+        """The place where names meet, with a connection of this rank's own."""
+        return self.board.store()
 
     def add(self, handle: Abortable) -> None:
         """Remember a handle; abort it at once if the scope has been aborted."""

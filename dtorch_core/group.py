@@ -53,7 +53,7 @@ class ThreadGroup(GroupCalls):
 
     def __init__(self, process_group: dist.ProcessGroup, ctx: BackendContext) -> None:
         super().__init__(process_group, ctx)
-        self._rendezvous = ctx.rendezvous
+        self._board = ctx._board
         self._scope = _scope.current()
         self._splits = itertools.count()
         self._closed = False
@@ -400,7 +400,7 @@ class ThreadGroup(GroupCalls):
                 rank=members.index(self.rank),
                 world_size=len(members),
                 device=self.device,
-                rendezvous=dist.PrefixStore("split/", self._rendezvous),
+                rendezvous=self._board.under("split"),  # type: ignore[arg-type]  # as the core's own openings do
                 backend=self.backend if self.selection.asked_by == "argument" else None,
                 timeout=self.timeout,
             )

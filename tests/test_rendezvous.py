@@ -322,6 +322,98 @@ class TestCarriers:
         assert time.monotonic() - started < 2 * PROMPT
 
 
+class Proxy:
+    """Passes on what goes to the server of a rendezvous, and counts the connections."""
+
+    def __init__(self):
+        self.server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self.count = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._lines = []
+        self._threads = []
+        self._run(self._accept)
+
+    def _run(self, *call):
+        self._threads.append(threading.Thread(target=call[0], args=call[1:], daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self):
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except OSError:
+                return
+
+            self.count += 1
+            onward = socket.create_connection(("127.0.0.1", self.server.port))
+            self._lines += [line, onward]
+            self._run(self._pass, line, onward)
+            self._run(self._pass, onward, line)
+
+    def _pass(self, source, target):
+        try:
+            while data := source.recv(4096):
+                target.sendall(data)
+
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for line in self._lines:
+            line.close()
+
+        self._listener.close()
+
+
+class TestConnections:
+    """Each one costs the server of a rendezvous a query to a name server."""
+
+    @pytest.fixture
+    def proxy(self):
+        proxy = Proxy()
+        yield proxy
+        proxy.close()
+
+    def test_openings_share_those_to_a_given_store(self, fake, proxy):
+        """One for each call under way at once: two ranks wait."""
+        given = dist.TCPStore("127.0.0.1", proxy.port, None, False, wait_for_workers=False)
+        assert proxy.count == 1
+        for name in "abc":
+            for store in opened(2, name, rendezvous=given).join():
+                store.close()
+
+            assert proxy.count <= 1 + 2
+
+    def test_openings_share_those_to_a_server_while_one_is_open(self, fake, proxy, monkeypatch):
+        monkeypatch.setattr(rendezvous, "_serve", lambda *_: None)
+        url, names = f"tcp://127.0.0.1:{proxy.port}", iter("abc")
+        first = opened(2, next(names), rendezvous=url).join()
+        before = proxy.count
+        assert before <= 2 * (1 + 1)  # each rank looks whether somebody serves, and connects
+        for name in names:
+            for store in opened(2, name, rendezvous=url).join():
+                store.close()
+
+            assert proxy.count == before
+
+        assert [store.rank for store in first] == [0, 1]
+
+    def test_server_that_takes_the_place_of_another_is_found(self, fake, monkeypatch):
+        """Something is still open that was opened at the first one."""
+        monkeypatch.setattr(rendezvous, "_serve", lambda *_: None)
+        proxy = Proxy()
+        url = f"tcp://127.0.0.1:{proxy.port}"
+        held = opened(2, "a", rendezvous=url).join()
+        proxy.close()
+        server = dist.TCPStore("127.0.0.1", proxy.port, None, True, wait_for_workers=False)
+        assert [store.rank for store in opened(2, "b", rendezvous=url).join()] == [0, 1]
+        assert [store.rank for store in held] == [0, 1]
+        assert server.num_keys() > 0
+
+
 class TestStoreOfSomebodyElse:
     def test_written_in_python_without_clone(self, fake):
         class Plain(dist.Store):
@@ -396,7 +488,7 @@ class TestUrl:
             other.listen()
             place = f"127.0.0.1:{other.getsockname()[1]}"
             if rank == 0:  # its server is elsewhere: as if the host were another machine's name
-                monkeypatch.setitem(rendezvous._kept, place, dist.HashStore())
+                monkeypatch.setattr(rendezvous, "_serve", lambda *_: None)
 
             url = f"tcp://{place}"
             ranks = Ranks([lambda: open_store("x", rank=rank, world_size=2, timeout=SHORT, rendezvous=url)])

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from dtorch_file_store import opening as opening_of_files
 
 from dtorch_core import open_group, open_store
 from dtorch_core._registry import registry
@@ -38,7 +37,7 @@ class Rank:
     """What a rank's process can be told. Each method is a command; what it returns or raises is the answer."""
 
     def __init__(self):
-        self.store = self.group = self.got = None
+        self.store = self.group = self.got = self.line = None
 
     def open(self, rank, world_size, rendezvous, kind="store", name="kill", timeout=20.0):
         if isinstance(rendezvous, int):
@@ -50,11 +49,27 @@ class Rank:
         else:
             self.store = open_store(name, backend="file", **given)
 
-    def dies_opening(self, where, *opening):
-        """Open it, and be killed on the way."""
-        place, _, name = where.rpartition(".")
-        place = opening_of_files._Meeting if place else opening_of_files
-        setattr(place, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    def dies_opening(self, where, first, *opening):
+        """Open it, and be killed at a place on the way: a function, called with this ``first`` argument if one is said.
+
+        Answers just before.
+        """
+
+        def die(*given, **named):
+            if first and first not in given[:2]:
+                return function(*given, **named)
+
+            tell(self.line)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        module, _, name = where.partition(":")
+        *path, name = name.split(".")
+        place = importlib.import_module(module)
+        for part in path:
+            place = getattr(place, part)
+
+        function = getattr(place, name)
+        setattr(place, name, die)
         self.open(*opening)
 
     def close(self):
@@ -214,6 +229,7 @@ class Rank:
 def obey(line):
     """Do what comes by the line, one command after the other."""
     rank = Rank()
+    rank.line = line
     with line, line.makefile("r") as commands:
         tell(line, pid=os.getpid())
         for command in commands:

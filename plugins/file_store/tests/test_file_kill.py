@@ -354,23 +354,6 @@ class TestKill:
         row.kill()
         row.end()
 
-    @pytest.mark.parametrize("where", ["Node", "_Meeting._await", "_Meeting._accept"])
-    @pytest.mark.parametrize("victim", [0, 2])
-    def test_while_it_is_opened(self, ranks, where, victim):
-        processes = ranks.idle(3)
-        for rank, process in enumerate(processes):
-            command = ("dies_opening", where) if rank == victim else ("open",)
-            process.tell(*command, rank, 3, ranks.rendezvous, "store", "kill", 0.6)
-
-        for rank, process in enumerate(processes):
-            if rank != victim:
-                ends = ("StoreTimeoutError", "PeerLostError", "DtorchError", "AbortedError")
-                assert process.answer()["error"] in ends
-
-        ranks.replace(victim)
-        for process in ranks.opened(3):
-            process.do("close")
-
     @pytest.mark.parametrize("collective", COLLECTIVES)
     @pytest.mark.parametrize("world_size", [2, 3])
     def test_inside_a_collective(self, ranks, collective, world_size):
@@ -393,6 +376,108 @@ class TestKill:
         row.processes[OTHER].waits("collective", "recv", NUMEL)
         row.kill()
         row.end()
+
+
+CORE, FILES = "dtorch_core._opening:", "dtorch_file_store.opening:"
+
+OPENING = {
+    # when: where it is killed, what the place is called with then, and its rank where not every rank comes there.
+    "before it chooses": (CORE + "_agree", None, None),
+    "before it says what it chooses": (CORE + "Meeting.exchange", "choice", None),
+    "having said half of what it chooses": (CORE + "Meeting._arrive", "choice", None),
+    "before it imports the backend": (CORE + "load_factory", None, None),
+    "before it listens": (FILES + "SessionDirectory", None, None),
+    "before it says that it listens": (CORE + "Meeting.exchange", "built", None),
+    "having said half that it listens": (CORE + "Meeting._arrive", "built", None),
+    "before it connects": (FILES + "Node", None, None),
+    "connecting": (FILES + "_Meeting._connect", None, 2),
+    "before it says who it is": (FILES + "frame", "hello", None),
+    "before it accepts": (FILES + "_Meeting._accept", None, None),
+    "hearing who connects": (FILES + "_Meeting._greets", None, 0),
+    "before it reads": (FILES + "Node.connect", None, None),
+    "before it says that it is ready": (CORE + "Meeting.exchange", "ready", None),
+    "having said half that it is ready": (CORE + "Meeting._arrive", "ready", None),
+}
+
+
+class TestKillWhileOpening:
+    def survive(self, ranks, where, first, victim, kind="store", rendezvous=None, timeout=LIMIT):
+        """The answers of those that open it with one that is killed on the way, and the seconds from then on."""
+        processes = ranks.idle(3)
+        for rank, process in enumerate(processes):
+            command = ("dies_opening", where, first) if rank == victim else ("open",)
+            process.tell(*command, rank, 3, rendezvous or ranks.rendezvous, kind, "kill", timeout)
+
+        at = processes[victim].answer()["at"]
+        answers = [process.answer() for rank, process in enumerate(processes) if rank != victim]
+        return answers, [answer["at"] - at for answer in answers]
+
+    def nothing_is_left(self, ranks, victim, kind="store"):
+        """And the name is free."""
+        assert os.listdir(ranks.sessions) == []
+        for rank, process in enumerate(ranks.idle(3)):
+            if rank != victim:
+                process.do("forget")
+                held = process.do("held")
+                assert not held.get("mapped") and not held.get("/memfd") and not held.get("pidfd"), held
+                assert not held.get("socket", 1) > 1 and held["threads"] == 1, held
+
+        ranks.replace(victim)
+        for process in ranks.opened(3, kind):
+            process.do("close")
+
+    @pytest.mark.parametrize("victim", [0, 2])
+    @pytest.mark.parametrize("step", OPENING)
+    def test_survivors_learn_it_at_once(self, ranks, step, victim):
+        where, first, only = OPENING[step]
+        if victim != (victim if only is None else only):
+            pytest.skip("this rank does not come there")
+
+        dead = ranks.idle(3)[victim]
+        answers, took = self.survive(ranks, where, first, victim)
+        for answer in answers:
+            assert answer.get("error") == "PeerLostError", answer
+            assert f"rank {victim} (pid {dead.pid})" in answer["text"], answer["text"]
+
+        assert max(took) < LATEST
+        ranks.latencies += took
+        self.nothing_is_left(ranks, victim)
+
+    @pytest.mark.parametrize("step", ["before it imports the backend", "before it listens", "before it reads"])
+    def test_opening_a_group(self, ranks, step):
+        """The store is part of a larger opening."""
+        dead = ranks.idle(3)[1]
+        answers, took = self.survive(ranks, *OPENING[step][:2], 1, "group")
+        for answer in answers:
+            assert answer.get("error") == "PeerLostError", answer
+            assert f"rank 1 (pid {dead.pid})" in answer["text"], answer["text"]
+
+        assert max(took) < LATEST
+        self.nothing_is_left(ranks, 1, "group")
+
+    def test_rank_that_serves_the_rendezvous(self, ranks):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+        dead = ranks.idle(3)[0]
+        answers, took = self.survive(ranks, CORE + "load_factory", None, 0, rendezvous=rendezvous)
+        for answer in answers:
+            assert answer.get("error") == "PeerLostError", answer
+            assert f"rank 0 (pid {dead.pid})" in answer["text"], answer["text"]
+
+        assert max(took) < LATEST
+        self.nothing_is_left(ranks, 0)
+
+    @pytest.mark.parametrize("where", [CORE + "Meeting.exchange", CORE + "_meet"])
+    def test_rank_of_which_nobody_knows_costs_the_timeout_and_is_named(self, ranks, where):
+        answers, took = self.survive(ranks, where, None, 1, timeout=0.4)
+        for answer in answers:
+            assert answer.get("error") == "StoreTimeoutError", answer
+            assert "rank 1 had not come" in answer["text"]
+
+        assert max(took) < 0.4 + LATEST
+        self.nothing_is_left(ranks, 1)
 
 
 class TestEndsOtherwise:

@@ -8,10 +8,9 @@ import socket
 import struct
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
-from datetime import timedelta
+from typing import TypeVar
 
 from dtorch_core import BackendContext, DtorchError, PeerLostError, StoreTimeoutError, Topology
 from dtorch_core._text import rank_list, seconds
@@ -21,16 +20,23 @@ from dtorch_file_store.node import Node
 from dtorch_file_store.session import Session
 from dtorch_file_store.wire import frame
 
+T = TypeVar("T")
+
 _CREDENTIALS = struct.Struct("3i")
-_UP = "up"
 _HELLO, _FAILED = "hello", "failed"
 
 HELLO = 5.0
 """Seconds that whoever connects has to say who it is."""
 
+ENDING = 0.05
+"""Seconds between the end of what a killed process has open and its own, and more than that."""
+
+TELLING = 1.0
+"""Seconds that a node which does not listen any more has to say why."""
+
 _lock = threading.Lock()
-_joined: dict[tuple[str, int], tuple[Future[Session], int]] = {}
-"""The sessions that ranks of this process are opening now: by token and node, and how many have still to come."""
+_joined: dict[tuple[str, int], tuple[_Meeting, int]] = {}
+"""What ranks of this process are opening now: by token and node, and how many have still to come."""
 
 
 def homes_of(topology: Topology) -> list[int]:
@@ -43,113 +49,122 @@ def join(ctx: BackendContext) -> Session:
     """The session of this opening in this process. The first of its ranks to come makes it; the others wait for that.
 
     :raises StoreTimeoutError: if another process does not come in time.
+    :raises PeerLostError: if another process has ended.
     :raises DtorchError: if a process can't take part, on every rank; it says why.
     """
-    deadline = time.monotonic() + ctx.timeout
-    token = ctx.rendezvous.compare_set("session", "", uuid.uuid4().hex).decode()
     homes = homes_of(ctx.topology)
     index = homes[ctx.rank]
     with _lock:
-        future, left = _joined.pop((token, index), (None, homes.count(index)))
-        first = future is None
-        if future is None:
-            future = Future()
+        meeting, left = _joined.pop((ctx.token, index), (None, homes.count(index)))
+        first = meeting is None
+        if meeting is None:
+            meeting = _Meeting(ctx, homes, index)
 
         if left > 1:
-            _joined[token, index] = future, left - 1
-
-    if first:
-        try:
-            future.set_result(_make(ctx, token, homes, index, deadline))
-        except BaseException as error:
-            future.set_exception(error)
+            _joined[ctx.token, index] = meeting, left - 1
 
     try:
-        return future.result(max(0.0, deadline - time.monotonic()) + 1.0)
-    finally:
+        if first:
+            meeting.listen()
+
+        meeting.wait(meeting.listening)
+        if max(homes) > 0:
+            ctx.exchange({})  # all listen
+
+        if first:
+            meeting.connect()
+
+        return meeting.wait(meeting.connected)
+    except BaseException as error:
         with _lock:
-            if future.done() and future.exception() is not None:
-                _joined.pop((token, index), None)
+            _joined.pop((ctx.token, index), None)
 
+        if first:
+            meeting.give_up(error)
 
-def _make(ctx: BackendContext, token: str, homes: Sequence[int], index: int, deadline: float) -> Session:
-    nodes = max(homes) + 1
-    pids = [member.pid for member in ctx.topology]
-    node = Node(ctx.label, index, homes, pids)
-    session = Session(node, ctx.topology)
-    if nodes == 1:
-        node.connect([])
-        return session
-
-    meeting = _Meeting(ctx, token, homes, index, pids, deadline)
-    try:
-        node.connect(meeting.links())
-    except BaseException:
-        meeting.close()
-        node.close()
-        session.let_go()
         raise
-
-    node.on_end = meeting.close
-    return session
 
 
 class _Meeting:
     """One node's way to the others."""
 
-    def __init__(
-        self, ctx: BackendContext, token: str, homes: Sequence[int], index: int, pids: Sequence[int], deadline: float
-    ) -> None:
-        self._ctx, self._token, self._homes, self._index, self._pids = ctx, token, homes, index, pids
-        self._deadline = deadline
+    def __init__(self, ctx: BackendContext, homes: Sequence[int], index: int) -> None:
+        self._ctx, self._token, self._homes, self._index = ctx, ctx.token, homes, index
+        self._pids = [member.pid for member in ctx.topology]
+        self._deadline = time.monotonic() + ctx.timeout
         self._nodes = max(homes) + 1
         self._directory: SessionDirectory | None = None
+        self._listener: socket.socket | None = None
+        self._hello = frame(_HELLO, self._token, self._index, "")
+        self.listening: Future[None] = Future()
+        self.connected: Future[Session] = Future()
 
-    def links(self) -> list[Link]:
-        """Connect with every other node."""
-        about = {
-            "name": self._ctx.name,
-            "ranks": [rank for rank, home in enumerate(self._homes) if home == self._index],
-            "world_size": self._ctx.world_size,
-        }
-        try:
+    def wait(self, step: Future[T]) -> T:
+        """What the first rank of this process has done."""
+        return step.result(self._left() + 1.0)
+
+    def listen(self) -> None:
+        """From now on other nodes can connect."""
+        if self._nodes > 1:
+            about = {
+                "name": self._ctx.name,
+                "ranks": [rank for rank, home in enumerate(self._homes) if home == self._index],
+                "world_size": self._ctx.world_size,
+            }
             self._directory = SessionDirectory(self._token, self._index, about)
-        except BaseException as error:
-            self._tell(error)
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(self._directory.socket_path(self._index))
+            self._listener.listen(self._nodes)
+
+        self.listening.set_result(None)
+
+    def connect(self) -> None:
+        """Make the session, once all nodes listen."""
+        node = Node(self._ctx.label, self._index, self._homes, self._pids)
+        session = Session(node, self._ctx.topology)
+        try:
+            node.connect([] if self._listener is None else self._links(self._listener))
+        except BaseException:
+            node.close()
+            session.let_go()
             raise
 
-        path = self._directory.socket_path(self._index)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._stop_listening()
+        node.on_end = self.close
+        self.connected.set_result(session)
+
+    def give_up(self, error: BaseException) -> None:
+        """The other ranks of this process raise it, too; nothing of the session is left here."""
+        for step in (self.listening, self.connected):
+            if not step.done():
+                step.set_exception(error)
+
+        self._stop_listening()
+        self.close()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None and self._directory is not None:
+            self._listener.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._directory.socket_path(self._index))
+
+    def _links(self, listener: socket.socket) -> list[Link]:
         links: list[Link] = []
         try:
-            listener.bind(path)
-            listener.listen(self._nodes)
-            self._ctx.rendezvous.set(f"{_UP}/{self._index}", "")
-            for other in range(self._nodes):
-                self._await(other)
-
-            hello = frame(_HELLO, self._token, self._index, "")
             for other in range(self._index):
-                links.append(self._connect(other, hello))
+                links.append(self._connect(other, self._hello))
 
-            links += self._accept(listener, range(self._index + 1, self._nodes))
+            return links + self._accept(listener, range(self._index + 1, self._nodes))
         except BaseException as error:
-            self._tell(error)  # before nobody listens here any more: who finds that looks for the reason
+            self._tell(error)
             for link in links:
                 link.close()
 
             raise
-        finally:
-            listener.close()
-            if os.path.exists(path):
-                os.unlink(path)
-
-        return links
 
     def _tell(self, error: BaseException) -> None:
-        """Tell those that wait for this node: for its word at the rendezvous, or for its connection."""
+        """Tell those that wait for this node's connection. The others learn it from the opening."""
         text = f"{type(error).__name__}: {error}"
-        self._ctx.rendezvous.set(f"{_UP}/{self._index}", text)
         for other in range(self._index):
             with contextlib.suppress(DtorchError):  # it has given up itself, or has us already
                 self._connect(other, frame(_FAILED, self._token, self._index, text)).close()
@@ -168,6 +183,20 @@ class _Meeting:
     def _pid_of(self, node: int) -> int:
         return self._pids[self._homes.index(node)]
 
+    def _lost(self, node: int) -> PeerLostError:
+        return PeerLostError(
+            f"{self._ctx.label}: {self._ranks_at(node)} (pid {self._pid_of(node)}) ended while it was opened"
+        )
+
+    def _pidfd(self, node: int) -> dict[int, int]:
+        """A descriptor that tells the end of a node's process, if the kernel gives one."""
+        try:
+            return {os.pidfd_open(self._pid_of(node)): node}
+        except ProcessLookupError as error:
+            raise self._lost(node) from error
+        except OSError:
+            return {}
+
     def _late(self, nodes: Sequence[int]) -> StoreTimeoutError:
         ranks = rank_list(rank for rank, home in enumerate(self._homes) if home in nodes)
         return StoreTimeoutError(
@@ -175,21 +204,18 @@ class _Meeting:
             f"{seconds(self._ctx.timeout)}"
         )
 
-    def _await(self, node: int) -> None:
-        key = f"{_UP}/{node}"
-        try:
-            self._ctx.rendezvous.wait([key], timedelta(seconds=self._left()))
-        except RuntimeError as error:  # c10d's DistStoreError is one
-            raise self._late([node]) from error
+    def _check_alive(self, node: int) -> None:
+        """:raises PeerLostError: if a node that does not listen any more has ended, or is about to."""
+        for pidfd in self._pidfd(node):
+            try:
+                if self._pid_of(node) != os.getpid() and ready([pidfd], ENDING):
+                    raise self._lost(node)
+            finally:
+                os.close(pidfd)
 
-        self._check_takes_part(node)
-
-    def _check_takes_part(self, node: int) -> None:
-        """:raises DtorchError: if a node that has come to the rendezvous says that it can't."""
-        key = f"{_UP}/{node}"
-        failure = self._ctx.rendezvous.get(key).decode() if self._ctx.rendezvous.check([key]) else ""
-        if failure:
-            raise DtorchError(f"{self._ctx.label}: {self._ranks_at(node)} can't take part: {failure}")
+    def _failed(self, node: int, why: str) -> DtorchError:
+        kind = PeerLostError if why.startswith(f"{PeerLostError.__name__}: ") else DtorchError
+        return kind(f"{self._ctx.label}: {self._ranks_at(node)} can't take part: {why}")
 
     def _connect(self, node: int, word: bytes) -> Link:
         if self._directory is None:
@@ -203,8 +229,9 @@ class _Meeting:
             line.sendall(word)
         except OSError as error:
             line.close()
-            self._check_takes_part(node)
-            raise PeerLostError(
+            self._check_alive(node)
+            failure = self._ctx.failure(TELLING) if word == self._hello else None
+            raise failure or PeerLostError(
                 f"{self._ctx.label}: {self._ranks_at(node)} (pid {self._pid_of(node)}) can't be reached: {error}"
             ) from error
         except BaseException:
@@ -216,20 +243,19 @@ class _Meeting:
     def _accept(self, listener: socket.socket, expected: Sequence[int]) -> list[Link]:
         links: list[Link] = []
         waiting = set(expected)
-        pidfds = {_pidfd(self._pid_of(node)): node for node in expected if self._pid_of(node) != os.getpid()}
-        pidfds.pop(-1, None)
+        pidfds: dict[int, int] = {}
         try:
+            for node in expected:
+                if self._pid_of(node) != os.getpid():
+                    pidfds.update(self._pidfd(node))
+
             while waiting:
                 found = ready([listener.fileno(), *pidfds], self._left())
                 if not found:
                     raise self._late(sorted(waiting))
 
                 if listener.fileno() not in found:
-                    ended = pidfds[found.pop()]
-                    raise PeerLostError(
-                        f"{self._ctx.label}: {self._ranks_at(ended)} (pid {self._pid_of(ended)}) ended while it was "
-                        f"opened"
-                    )
+                    raise self._lost(pidfds[found.pop()])
 
                 line, _ = listener.accept()
                 link = Link(line, -1)
@@ -278,7 +304,7 @@ class _Meeting:
 
         if failure:
             link.close()
-            raise DtorchError(f"{self._ctx.label}: {self._ranks_at(link.peer)} can't take part: {failure}")
+            raise self._failed(link.peer, failure)
 
         return True
 
@@ -297,10 +323,3 @@ def _peer_of(line: socket.socket) -> tuple[int, int]:
     raw = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user
-
-
-def _pidfd(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1

@@ -242,7 +242,7 @@ class Session:
         if not self._ending:
             self._ending = True
             self.node.tell_all(frame("ending"))
-            if self._silent():
+            if self._silent() and not self.presence.closed.issuperset(self.node.own_ranks):
                 timer = threading.Timer(SETTLING, self._end_now)
                 timer.name, timer.daemon = f"{self.presence.label} ends", True
                 timer.start()

@@ -18,18 +18,11 @@ class Session:
 
     def __init__(self, label: str, world_size: int) -> None:
         self.presence = Presence(label, [os.getpid()] * world_size)
-        self._joined: set[int] = set()
         self._reset = Gate("reset", self.presence)
         self._barrier = Gate("barrier", self.presence, elsewhere=self._reset.here)
         self.keys = Keys(self.presence, resetting=self._reset.here)
         self.joint = Joint(self.presence)
         self.letters = Letters(self.presence, self.joint.over)
-
-    def join(self, rank: int) -> bool:
-        """A rank has opened its handle; true for the last one."""
-        with self.presence.mutex:
-            self._joined.add(rank)
-            return len(self._joined) == self.presence.world_size
 
     def barrier(self, rank: int, timeout: float) -> None:
         """Wait for every rank."""

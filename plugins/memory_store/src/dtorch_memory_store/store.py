@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import uuid
 import weakref
 from collections.abc import Sequence
 
@@ -29,12 +28,8 @@ class MemoryTensorStore(TensorStore):
 
     def __init__(self, ctx: BackendContext) -> None:
         super().__init__(ctx)
-        # Whoever comes first names the session; the rendezvous says which one all of them share.
-        self._token = ctx.rendezvous.compare_set("session", "", uuid.uuid4().hex).decode()
+        self._token = ctx.token
         self._session = _sessions.setdefault(self._token, Session(self.label, ctx.world_size))
-        if self._session.join(ctx.rank):
-            ctx.rendezvous.delete_key("session")  # everybody has read it
-
         # A handle that is dropped says goodbye too.
         self._dropped = weakref.finalize(self, _dropped, self._session, self._token, ctx.rank)
         self._dropped.atexit = False

@@ -33,7 +33,7 @@ class TorchSide:
         self._rank, self._size, self._name, self._device = ctx.rank, ctx.world_size, ctx.name, ctx.device
         self._group_name, self._group_desc = ctx.name, ""
         self._timeout = ctx.timeout
-        self._rendezvous = ctx.rendezvous
+        self._ctx = ctx
         self._splits = itertools.count()
         self._coalesced: list[Waited] | None = None
         """The Works since ``_start_coalescing``."""
@@ -67,7 +67,7 @@ class TorchSide:
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def get_group_store(self) -> Store:
-        return self._rendezvous
+        return self._ctx.rendezvous
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
