@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dtorch_core.presence import Presence
 from dtorch_file_store.link import Link, ready
+from dtorch_file_store.processes import is_alive
 from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.watch import Watch
 from dtorch_file_store.wire import Message
@@ -382,7 +383,9 @@ class Node:
 
     def _await_dead(self, deadline: float) -> None:
         """A killed process is gone in a moment, and with it the lock by which others know that it lives."""
-        self._watch.await_ends(self._killed, deadline)
+        pids = {node: self.presence.pids[self.ranks_at(node)[0]] for node in self._killed}
+        # One that gave up opening it has closed its connections, and lives.
+        self._watch.await_ends([node for node, pid in pids.items() if not is_alive(pid)], deadline)
 
     def forget_fork(self) -> None:
         """In a forked child: this node is the parent's. Its connections must end when the parent does."""
