@@ -10,6 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import RowwiseParallel
 
+from dtorch_core import spawn
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAME = "transformers_tensor_parallel"
 
@@ -35,16 +37,13 @@ def test_four_ranks_embed_as_one(example, ranks_as, capsys):
 
 
 def test_each_rank_has_a_part_of_the_model(example, monkeypatch):
-    def parallelized(*arguments):
-        model = original(*arguments)
+    def shapes(model, tokens):
         matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
         split = {name: weight for name, weight in matrices.items() if isinstance(weight, DTensor)}
-        parts.append({name: tuple(weight.to_local().shape) for name, weight in split.items()})
-        return model
+        return {name: tuple(weight.to_local().shape) for name, weight in split.items()}
 
-    parts, original = [], example.parallelize_module
-    monkeypatch.setattr(example, "parallelize_module", parallelized)
-    assert example.main(["--ranks", "3"]) == 0
+    monkeypatch.setattr(example, "embed", shapes)
+    parts = spawn(example.rank, 3, args=(example.load(), {}), torch_distributed=True)
     attention = {f"attention.self.{name}.weight": (128, 384) for name in ("query", "key", "value")}
     layer = {
         **attention, "attention.output.dense.weight": (384, 128),
