@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from dtorch_core import _member
+from dtorch_core._text import count
 from dtorch_core.errors import ProtocolError, UnsupportedTensorError
 
 
-def check_publish(key: str, tensor: Tensor, get_count: int) -> None:
+def check_publish(key: str, tensor: Tensor, get_count: int, world_size: int | None = None) -> None:
     """The rules of :meth:`TensorStore.src_set` that hold for every backend; call it first.
 
     :raises TypeError: if ``key`` is not a string.
-    :raises ProtocolError: if ``get_count`` is below 1.
+    :param world_size: the store's: a rank gets each publication once, so that there can't be more consumers.
+    :raises ProtocolError: if ``get_count`` is below 1, or above ``world_size``.
     :raises UnsupportedTensorError: if it is not a plain, strided, dense tensor; the message says what it is.
     """
     if type(key) is not str:
@@ -23,6 +25,12 @@ def check_publish(key: str, tensor: Tensor, get_count: int) -> None:
 
     if isinstance(get_count, bool) or not isinstance(get_count, int) or get_count < 1:
         raise ProtocolError(f"src_set({key!r}): get_count must be an int of at least 1, not {get_count!r}")
+
+    if world_size is not None and get_count > world_size:
+        raise ProtocolError(
+            f"src_set({key!r}): get_count is {get_count}, and there are {count(world_size, 'rank')}, each of which "
+            f"gets it once: nobody could wait for all of those. Pass how many ranks get it"
+        )
 
     if not _ordinary(tensor):
         check_tensor(f"src_set({key!r})", tensor)

@@ -83,7 +83,7 @@ class TensorStore(ABC):
         :raises TypeError: if the key is not a string.
         :raises ValueError: if there is no such ``dest_device`` here.
         :raises KeyInUseError: if the key is live: set, and not yet waited for.
-        :raises ProtocolError: if ``get_count`` is below 1.
+        :raises ProtocolError: if ``get_count`` is below 1, or above the number of ranks: each gets it at most once.
         :raises UnsupportedTensorError: if this kind of tensor can't be carried.
         """
 

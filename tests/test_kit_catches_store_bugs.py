@@ -95,6 +95,12 @@ class GivesEverybodyAShare(MemoryTensorStore):
         super().src_set(key, tensor, self.world_size, **kw)
 
 
+@wrong("test_get_count_above_the_number_of_ranks_is_an_error")
+class TakesFewerConsumersThanAsked(MemoryTensorStore):
+    def src_set(self, key, tensor, get_count, **kw):
+        super().src_set(key, tensor, min(get_count, self.world_size), **kw)
+
+
 @wrong("test_consumers_may_come_first")
 class NeverWakesAConsumer(MemoryTensorStore):
     def dest_get(self, key, *, stream=None, timeout=None):

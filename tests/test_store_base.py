@@ -255,6 +255,12 @@ class TestCheckPublish:
         with pytest.raises(ProtocolError, match="'k'.*get_count"):
             check_publish("k", torch.arange(3), get_count)
 
+    @pytest.mark.parametrize(("world_size", "ranks"), [(1, "1 rank,"), (3, "3 ranks,")])
+    def test_get_count_is_at_most_the_number_of_ranks(self, world_size, ranks):
+        check_publish("k", torch.arange(3), world_size, world_size)
+        with pytest.raises(ProtocolError, match=rf"'k'.*get_count is {world_size + 1}, and there are? {ranks}"):
+            check_publish("k", torch.arange(3), world_size + 1, world_size)
+
     @pytest.mark.parametrize("key", [None, 5, b"k", ("a", 1), ["k"]])
     def test_keys_are_strings(self, key):
         with pytest.raises(TypeError, match="src_set: a key is a string, not"):

@@ -395,6 +395,23 @@ class ExchangeTests(StoreConformance):
 
         self.ranks(body, 1)
 
+    @WORLDS
+    def test_get_count_above_the_number_of_ranks_is_an_error(self, world_size: int) -> None:
+        """Each rank gets it at most once, so that the wait could never end. All of them may, the producer too."""
+
+        def body(store: TensorStore) -> None:
+            if store.rank == 0:
+                with pytest.raises(ProtocolError, match=rf"'k'.*get_count is {world_size + 1}.*{world_size} ranks"):
+                    store.src_set("k", coded(0, device=self.home), world_size + 1)
+
+                store.src_set("k", coded(1, device=self.home), world_size)  # the key is free
+
+            take(store, "k", coded(1, device=self.home))
+            if store.rank == 0:
+                store.src_wait_until_get_finished("k")
+
+        self.ranks(body, world_size)
+
     def test_threads_of_one_rank_work_on_keys_of_their_own(self) -> None:
         def body(store: TensorStore) -> None:
             def thread(number: int) -> None:

@@ -356,17 +356,6 @@ class TestLeaving:
         over = threading.Event()
         on_ranks(body, 3)
 
-    def test_more_consumers_than_ranks_is_a_timeout_not_a_loss(self):
-        def body(store):
-            if store.rank == 0:
-                store.src_set("k", torch.arange(3), 5)
-                with pytest.raises(StoreTimeoutError):
-                    store.src_wait_until_get_finished("k", timeout=0.05)
-
-            store.barrier()
-
-        on_ranks(body, 2)
-
     def test_death_of_a_rank_names_it_and_its_error(self):
         def rank(ctx):
             store = ctx.open_store("own", backend="memory", timeout=LIMIT)

@@ -68,7 +68,7 @@ class ExampleStore(TensorStore):
         dest_device: torch.device | str | None = None,
         writable: bool = False,
     ) -> None:
-        check_publish(key, tensor, get_count)
+        check_publish(key, tensor, get_count, self.world_size)
         if tensor.is_cuda or writable or torch.device(dest_device or "cpu").type != "cpu":
             raise UnsupportedOperationError(f"{self}: src_set({key!r}): example carries CPU tensors, read-only")
 

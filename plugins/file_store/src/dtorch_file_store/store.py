@@ -42,7 +42,7 @@ class FileTensorStore(TensorStore):
         writable: bool = False,
     ) -> None:
         session = self._session
-        check_publish(key, tensor, get_count)
+        check_publish(key, tensor, get_count, self.world_size)
         if session.node.forked:
             session.check(f"src_set({key!r})")
 

@@ -44,7 +44,7 @@ class MemoryTensorStore(TensorStore):
         dest_device: torch.device | str | None = None,
         writable: bool = False,
     ) -> None:
-        check_publish(key, tensor, get_count)
+        check_publish(key, tensor, get_count, self.world_size)
         target = None if dest_device is None else self._target(key, tensor, dest_device, writable)
         if target is not None and target.type != tensor.device.type:
             shared, ready = streams.copy_to_device(tensor.detach(), target, stream)
