@@ -292,6 +292,72 @@ class TestCleanDead:
             parent.stdout.close()
 
 
+class TestCleanSome:
+    """An opening removes what is dead of other sessions."""
+
+    def test_session_of_killed_processes_goes_with_the_next_opening(self, base, other):
+        victims = [other("abc", 0), other("abc", 1)]
+        for victim in victims:
+            victim.kill()
+
+        with joined("xyz"):
+            assert os.listdir(base) == ["xyz"]
+
+    def test_live_sessions_are_left_whole(self, base, other):
+        """Files of the dead in them, too: those are for the processes that live."""
+        victim = other("abc", 0)
+        with joined("abc", 1) as session:
+            victim.kill()
+            with joined("xyz"):
+                assert sorted(os.listdir(session.path)) == ["0.json", "1.json"]
+
+            session.close([0])
+
+    def test_what_was_killed_while_joining_goes_and_what_is_not_ours_stays(self, base):
+        os.mkdir(base, 0o700)
+        os.mkdir(os.path.join(base, "abc"))
+        for name in ("." + "a1" * 16, "notes", "x.json"):
+            with open(os.path.join(base, name), "w") as file:
+                file.write("{}")
+
+        os.mkdir(os.path.join(base, "kept"))
+        with open(os.path.join(base, "kept", "notes"), "w") as file:
+            file.write("not ours")
+
+        with joined("xyz"):
+            assert sorted(os.listdir(base)) == ["kept", "notes", "x.json", "xyz"]
+
+        for name in ("notes", "x.json", "kept/notes"):
+            os.unlink(os.path.join(base, name))
+
+    def test_one_process_of_a_session_does_it_and_looks_at_few(self, base, monkeypatch):
+        os.mkdir(base, 0o700)
+        for number in range(3 * directory.LOOKS):
+            os.mkdir(os.path.join(base, f"dead{number}"))
+
+        with joined("xyz", 1):
+            assert len(os.listdir(base)) == 3 * directory.LOOKS + 1
+
+        for left in (2 * directory.LOOKS, directory.LOOKS, 0):
+            with joined("xyz", 0):
+                assert len(os.listdir(base)) == left + 1
+
+    def test_folder_that_can_not_be_looked_through_is_no_error(self, base, monkeypatch):
+        os.mkdir(base, 0o700)
+        os.mkdir(os.path.join(base, "abc"))
+
+        def refuse(path):
+            raise PermissionError(errno.EACCES, "no", path)
+
+        monkeypatch.setattr(os, "rmdir", refuse)
+        with joined("xyz") as session:
+            assert sorted(os.listdir(base)) == ["abc", "xyz"]
+
+        monkeypatch.undo()
+        os.rmdir(session.path)
+        os.rmdir(session.path.replace("xyz", "abc"))
+
+
 class TestRefusals:
     def test_folder_of_another_user(self, base, monkeypatch):
         os.mkdir(base, 0o700)
@@ -389,7 +455,7 @@ class TestReport:
     def test_shows_the_live_and_removes_the_dead(self, base, other):
         victim = other("abc", 0)
         victim.kill()
-        with joined("xyz", 0, name="other"):
+        with joined("xyz", 1, name="other"):
             assert report() == [
                 f"removed: session numbers, 2 ranks: pid {victim.pid} (dead)",
                 f"live: session other, 2 ranks: pid {os.getpid()}",

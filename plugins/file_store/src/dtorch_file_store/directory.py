@@ -18,6 +18,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from random import SystemRandom
 from typing import Any
 
 from dtorch_core._text import count
@@ -31,7 +32,12 @@ LONGEST = 107
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FILE = re.compile(r"([0-9]{1,9})\.json")
+_UNNAMED = re.compile(r"\.[0-9a-f]{32}")
 _TRIES = 100
+
+LOOKS = 16
+"""Other sessions that an opening looks at, so that those of which all processes were killed go by themselves. (About
+20 us each.)"""
 
 _open: weakref.WeakSet[SessionDirectory] = weakref.WeakSet()
 
@@ -93,6 +99,8 @@ class SessionDirectory:
             self._lock = self._join(json.dumps(said).encode())
 
         _open.add(self)
+        if index == 0:  # one process of a session does it
+            _clean_some(self.base, token)
 
     def socket_path(self, index: int) -> str:
         """Where the process with this index listens.
@@ -171,9 +179,10 @@ def sessions() -> list[SessionInfo]:
 def clean_dead() -> list[SessionInfo]:
     """Remove the folders of sessions none of whose processes lives; those that were removed."""
     for base in _places():
-        _remove_unnamed(base)
+        for name in os.listdir(base):
+            _remove_unnamed(base, name)
 
-    return [session for session in sessions() if not session.alive and _remove_session(session)]
+    return [session for session in sessions() if not session.alive and _remove_session(session.path)]
 
 
 def report() -> list[str]:
@@ -320,26 +329,43 @@ def _remove_if_dead(path: str, index: int) -> bool:
     return True
 
 
-def _remove_session(session: SessionInfo) -> bool:
+def _remove_session(path: str) -> bool:
     """Whether the folder is gone. A process that joins meanwhile has its file in it, and so keeps it."""
-    if not all([_remove_if_dead(session.path, index) for index in _indices(session.path)]):
+    if not all([_remove_if_dead(path, index) for index in _indices(path)]):
         return False
 
     try:
-        os.rmdir(session.path)
+        os.rmdir(path)
     except OSError:
         return False
 
     return True
 
 
-def _remove_unnamed(base: str) -> None:
-    """Files of processes that were killed before they joined."""
-    for name in os.listdir(base):
-        if re.fullmatch(r"\.[0-9a-f]{32}", name):
-            with contextlib.suppress(OSError), open(os.path.join(base, name), "rb") as file:
-                if _locked(file.fileno(), fcntl.LOCK_EX):
-                    os.unlink(file.name)
+def _remove_unnamed(base: str, name: str) -> None:
+    """Remove the file of a process that was killed before it joined, if it is one."""
+    if _UNNAMED.fullmatch(name):
+        with contextlib.suppress(OSError), open(os.path.join(base, name), "rb") as file:
+            if _locked(file.fileno(), fcntl.LOCK_EX):
+                os.unlink(file.name)
+
+
+def _clean_some(base: str, own: str) -> None:
+    """Remove what is dead of a few other sessions, any of them. What can't be removed is left."""
+    with contextlib.suppress(OSError):
+        others = [name for name in os.listdir(base) if name != own]
+        # Not the random numbers that a program may have seeded.
+        for name in SystemRandom().sample(others, min(len(others), LOOKS)):
+            _remove_unnamed(base, name)
+            if _TOKEN.fullmatch(name):
+                _clean(os.path.join(base, name))
+
+
+def _clean(path: str) -> None:
+    """Remove a session none of whose processes lives. One of them that lives keeps the files of all."""
+    with contextlib.suppress(OSError):
+        if not any(_read(os.path.join(path, f"{index}.json"))[1] for index in _indices(path)):
+            _remove_session(path)
 
 
 def _forked() -> None:
