@@ -46,7 +46,9 @@ class Lines:
         try:
             yield line
         except dist.DistNetworkError as error:
-            self._lost = str(error)
+            if self.gone():  # else it has refused this call alone: one with too long a key, for example
+                self._lost = str(error)
+
             raise
 
         self._free.append(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import math
 import time
@@ -37,6 +38,9 @@ class Closable(Protocol):
 
     def close(self) -> None: ...
 
+
+LONGEST_NAME = 200
+"""Characters of a name in the keys of a rendezvous. The server of a TCPStore hangs up where a key has thousands."""
 
 _boards: weakref.WeakKeyDictionary[Closable, Board] = weakref.WeakKeyDictionary()
 """Where each open handle was opened: what is opened there next has the same connections."""
@@ -178,7 +182,11 @@ def load_factory(spec: BackendSpec) -> Callable[[BackendContext], Any]:
 
 
 def _path(kind: Kind, name: str) -> str:
-    return f"{kind}/{quote(name, safe='')}"  # a slash in a name must not lead to another name's keys
+    quoted = quote(name, safe="", errors="surrogatepass")  # a slash in a name must not lead to another name's keys
+    if len(quoted) > LONGEST_NAME:
+        quoted = f"sha256 {hashlib.sha256(quoted.encode()).hexdigest()}"  # a space is no part of a quoted name
+
+    return f"{kind}/{quoted}"
 
 
 def _check(kind: Kind, name: str, rank: int, world_size: int, timeout: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import socket
@@ -24,6 +25,7 @@ from dtorch_core import (
     ProtocolError,
     RankFailedError,
     StoreTimeoutError,
+    _board,
     open_group,
     open_store,
     refresh,
@@ -138,6 +140,14 @@ class TestInProcess:
         for names in ranks:
             one, two = names.join()
             assert one.name == two.name
+
+    def test_names_are_any_text(self, fake):
+        server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        names = ["a/b", "..", " ", "\0", "\n", "\ud800", "\u00e4" * 5000, "x" * 100_000, "x" * 100_001]
+        held = [opened(2, name, rendezvous=server).join() for name in names]
+        assert [[store.name for store in stores] for stores in held] == [[name, name] for name in names]
+        held[-1][0].context.rendezvous.set("address", "of the last")
+        assert not held[-2][1].context.rendezvous.check(["address"])
 
     def test_name_is_opened_many_times(self, fake):
         def call(rank):
@@ -352,13 +362,12 @@ class Proxy:
             self._run(self._pass, onward, line)
 
     def _pass(self, source, target):
-        try:
+        with contextlib.suppress(OSError):
             while data := source.recv(4096):
                 target.sendall(data)
 
-            target.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
 
     def close(self):
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -400,6 +409,15 @@ class TestConnections:
             assert proxy.count == before
 
         assert [store.rank for store in first] == [0, 1]
+
+    def test_call_that_the_server_refuses_is_the_only_one_that_fails(self, fake, proxy):
+        given = dist.TCPStore("127.0.0.1", proxy.port, None, False, wait_for_workers=False)
+        board = _board.board_in(given)
+        with pytest.raises(dist.DistNetworkError):
+            board.add("k" * 100_000, 1)
+
+        board.set("k", "v")
+        assert board.get("k") == b"v"
 
     def test_server_that_takes_the_place_of_another_is_found(self, fake, monkeypatch):
         """Something is still open that was opened at the first one."""
