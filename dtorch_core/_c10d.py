@@ -1,14 +1,12 @@
 """Calls a c10d process group's methods under the names, and with the layouts, that it takes.
 
-Many groups read and write a tensor's memory as if it were contiguous, and are wrong in silence where it is not. A
-group without :mod:`dtorch_core._extras` gets contiguous stand-ins instead, and results are copied to where they belong
-when the Work is waited for.
+Many groups read and write a tensor's memory as if it were contiguous, and are wrong in silence where it is not; know
+few dtypes; take tensors of one size only; and reduce by rules of their own. A group without
+:mod:`dtorch_core._extras` gets stand-ins instead, and results are put to where they belong when the Work is waited for.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from dtorch_core import streams
 from dtorch_core._extras import extras
-from dtorch_core._text import seconds
-from dtorch_core.errors import DtorchError, StoreTimeoutError
+from dtorch_core._foreign_reduction import Recipe, recipe
+from dtorch_core._foreign_work import ForeignWork
+from dtorch_core._stand_ins import AS_THEY_ARE, Layouts, StandIns, as_carried, as_one, plain
+from dtorch_core.reduction import rule
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -52,13 +51,23 @@ def options(
 
 
 def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: str, timeout: float) -> dist.Work:
-    opts = options("AllreduceOptions", timeout, op=op)
-    return _called(group, timeout, lambda lay: group.allreduce([lay.both(tensor)], opts))
+    if extras(group) is not None:
+        return group.allreduce([tensor], options("AllreduceOptions", timeout, op=op))
+
+    def call(x: Tensor, word: str) -> dist.Work:
+        return group.allreduce([x], options("AllreduceOptions", timeout, op=word))
+
+    return _reduced(group, tensor, op, timeout, call)
 
 
 def reduce(group: dist.ProcessGroup, tensor: Tensor, op: str, root: int, timeout: float) -> dist.Work:
-    opts = options("ReduceOptions", timeout, op=op, root=root)
-    return _called(group, timeout, lambda lay: group.reduce([lay.both(tensor)], opts))
+    if extras(group) is not None:
+        return group.reduce([tensor], options("ReduceOptions", timeout, op=op, root=root))
+
+    def call(x: Tensor, word: str) -> dist.Work:
+        return group.reduce([x], options("ReduceOptions", timeout, op=word, root=root))
+
+    return _reduced(group, tensor, op, timeout, call)
 
 
 def broadcast(group: dist.ProcessGroup, tensor: Tensor, root: int, timeout: float) -> dist.Work:
@@ -67,20 +76,68 @@ def broadcast(group: dist.ProcessGroup, tensor: Tensor, root: int, timeout: floa
 
 
 def all_gather(group: dist.ProcessGroup, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> dist.Work:
-    opts = options("AllgatherOptions", timeout)
-    return _called(group, timeout, lambda lay: group.allgather([lay.outputs(outputs)], lay.inputs([tensor]), opts))
+    """``outputs`` may differ in size; every rank knows all of them."""
+    if extras(group) is None and _differ(outputs):
+        return all_to_all(group, outputs, [tensor] * len(outputs), timeout)
+
+    def call(lay: Layouts) -> dist.Work:
+        given, taken = lay.inputs([tensor]), lay.outputs(outputs)
+        whole = as_one(taken) if isinstance(lay, StandIns) else None
+        if whole is None:
+            return group.allgather([taken], given, options("AllgatherOptions", timeout))
+
+        # Without a copy of the whole.
+        return _single(group, "all_gather_single", "_allgather_base")(
+            whole, given[0].view(-1), options("AllgatherOptions", timeout)
+        )
+
+    return _called(group, timeout, call)
 
 
 def reduce_scatter(
     group: dist.ProcessGroup, output: Tensor, inputs: Sequence[Tensor], op: str, timeout: float
 ) -> dist.Work:
     opts = options("ReduceScatterOptions", timeout, op=op)
-    return _called(group, timeout, lambda lay: group.reduce_scatter(lay.outputs([output]), [lay.inputs(inputs)], opts))
+    if extras(group) is not None:
+        return group.reduce_scatter([output], [list(inputs)], opts)
+
+    how = recipe(op, output.dtype, len(inputs))
+    if how.gathered:
+        return _gathered(group, output, inputs, op, timeout)
+
+    opts.reduceOp = OPS[how.op]
+    lay = StandIns()
+    given = [_there(how, tensor) for tensor in inputs]
+    if how.there is None and not _differ(given):
+        taken = lay.outputs([output])[0]
+        whole = None if group.name() == "gloo" else as_one(given)  # whose Work is over in a wait alone
+        if whole is None:
+            work = group.reduce_scatter([taken], [given], opts)
+        else:
+            work = _single(group, "reduce_scatter_single", "_reduce_scatter_base")(taken.view(-1), whole, opts)
+
+        _in_place(lay, how, output, len(inputs))
+        return _foreign(work, timeout, lay)
+
+    # Of one size, since few groups take others: the largest.
+    size = max(tensor.numel() for tensor in given)
+    mine = given[group.rank()]
+    padded = mine.new_zeros(size * len(given)).split(size) if size else [tensor.view(-1) for tensor in given]
+    for place, tensor in zip(padded, given, strict=True):
+        place[: tensor.numel()].copy_(tensor.view(-1))
+
+    taken = mine.new_empty(size)
+    work = group.reduce_scatter([taken], [list(padded)], opts)
+    _back(lay, how, output, lambda: taken[: mine.numel()].view(mine.shape), len(inputs))
+    return _foreign(work, timeout, lay)
 
 
 def all_to_all(
     group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
 ) -> dist.Work:
+    if extras(group) is None and group.name() == "gloo":
+        return _all_to_all_single(group, outputs, inputs, timeout)  # its lists are of tensors of one size
+
     opts = options("AllToAllOptions", timeout)
     try:
         return _called(group, timeout, lambda lay: group.alltoall(lay.outputs(outputs), lay.inputs(inputs), opts))
@@ -94,18 +151,33 @@ def all_to_all(
 def _all_to_all_single(
     group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
 ) -> dist.Work:
-    """For groups that exchange parts of one tensor only, such as torch 2.11's Gloo."""
-    exchange = getattr(group, "all_to_all_single", None) or group.alltoall_base  # the name up to torch 2.12
-    stand_ins = _StandIns()
-    given = torch.cat([tensor.view(-1) for tensor in stand_ins.inputs(inputs)])
-    arriving, leaving = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))
-    work = exchange(stand_ins.joined(outputs), given, arriving, leaving, options("AllToAllOptions", timeout))
-    return ForeignWork(work, timeout, stand_ins.cuda, stand_ins.pairs)  # type: ignore[return-value]
+    """For groups that exchange parts of one tensor only, or in lists no parts of different sizes."""
+    lay = StandIns()
+    given = torch.cat([as_carried(plain(tensor)).view(-1) for tensor in inputs])
+    taken = lay.joined(outputs)
+    each = 1 if taken.dtype == outputs[0].dtype else outputs[0].element_size()
+    arriving, leaving = ([tensor.numel() * each for tensor in tensors] for tensors in (outputs, inputs))
+    exchange = _single(group, "all_to_all_single", "alltoall_base")
+    return _foreign(exchange(taken, given, arriving, leaving, options("AllToAllOptions", timeout)), timeout, lay)
 
 
 def gather(
-    group: dist.ProcessGroup, outputs: Sequence[Tensor] | None, tensor: Tensor, root: int, timeout: float
+    group: dist.ProcessGroup,
+    outputs: Sequence[Tensor] | None,
+    tensor: Tensor,
+    root: int,
+    timeout: float,
+    *,
+    even: bool = True,
 ) -> dist.Work:
+    """
+    :param even: all ranks' tensors have one size.
+    """
+    if not even and extras(group) is None:
+        nothing = tensor.new_empty(0)
+        given = [tensor if rank == root else nothing for rank in range(group.size())]
+        return all_to_all(group, outputs or [tensor.new_empty(0) for _ in given], given, timeout)
+
     opts = options("GatherOptions", timeout, root=root)
     return _called(
         group,
@@ -115,8 +187,22 @@ def gather(
 
 
 def scatter(
-    group: dist.ProcessGroup, output: Tensor, inputs: Sequence[Tensor] | None, root: int, timeout: float
+    group: dist.ProcessGroup,
+    output: Tensor,
+    inputs: Sequence[Tensor] | None,
+    root: int,
+    timeout: float,
+    *,
+    even: bool = True,
 ) -> dist.Work:
+    """
+    :param even: all ranks' tensors have one size.
+    """
+    if not even and extras(group) is None:
+        nothing = output.new_empty(0)
+        taken = [output if rank == root else output.new_empty(0) for rank in range(group.size())]
+        return all_to_all(group, taken, inputs or [nothing] * group.size(), timeout)
+
     opts = options("ScatterOptions", timeout, root=root)
     return _called(
         group,
@@ -129,126 +215,75 @@ def barrier(group: dist.ProcessGroup, timeout: float) -> dist.Work:
     return _called(group, timeout, lambda _: group.barrier(options("BarrierOptions", timeout)))
 
 
-class _AsTheyAre:
-    """For a group that takes any layout."""
-
-    def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)
-
-    outputs = inputs
-
-    def both(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
-class _StandIns:
-    """Contiguous tensors in the place of others, and where their values belong afterwards."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.cuda = False
-
-    def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-
-    def outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [self._instead(tensor) for tensor in tensors]
-
-    def both(self, tensor: Tensor) -> Tensor:
-        """For one that is read and written."""
-        twin = self._instead(tensor)
-        return twin if twin is tensor else twin.copy_(tensor)
-
-    def joined(self, outputs: Sequence[Tensor]) -> Tensor:
-        """One flat tensor for several that are written."""
-        whole = torch.empty(sum(tensor.numel() for tensor in outputs), dtype=outputs[0].dtype, device=outputs[0].device)
-        parts = whole.split([tensor.numel() for tensor in outputs])
-        self.pairs += [(tensor, part.view(tensor.shape)) for tensor, part in zip(outputs, parts, strict=True)]
-        self.cuda = self.cuda or whole.is_cuda
-        return whole
-
-    def _instead(self, tensor: Tensor) -> Tensor:
-        self.cuda = self.cuda or tensor.is_cuda
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return tensor
-
-        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        self.pairs.append((tensor, twin))
-        return twin
-
-
-_AS_THEY_ARE = _AsTheyAre()
-Layouts = _AsTheyAre | _StandIns
-
-
 def _called(group: dist.ProcessGroup, timeout: float, call: Callable[[Layouts], dist.Work]) -> dist.Work:
     if extras(group) is not None:
-        return call(_AS_THEY_ARE)
+        return call(AS_THEY_ARE)
 
-    stand_ins = _StandIns()
-    work = call(stand_ins)
+    lay = StandIns()
+    return _foreign(call(lay), timeout, lay)
+
+
+def _reduced(
+    group: dist.ProcessGroup, tensor: Tensor, op: str, timeout: float, call: Callable[[Tensor, str], dist.Work]
+) -> dist.Work:
+    """A reduction of one tensor in place, as the rules say."""
+    size = group.size()
+    how = recipe(op, tensor.dtype, size)
+    if how.gathered:
+        return _gathered(group, tensor, [tensor] * size, op, timeout)
+
+    lay = StandIns()
+    if how.there is not None:
+        values = _there(how, tensor)
+        work = call(values, how.op)
+        _back(lay, how, tensor, lambda: values, size)
+        return _foreign(work, timeout, lay)
+
+    work = call(lay.both(tensor), how.op)
+    _in_place(lay, how, tensor, size)
+    return _foreign(work, timeout, lay)
+
+
+def _gathered(
+    group: dist.ProcessGroup, output: Tensor, inputs: Sequence[Tensor], op: str, timeout: float
+) -> dist.Work:
+    """Every rank gets every value that it needs, and reduces them by itself."""
+    lay = StandIns()
+    parts = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for _ in inputs]
+    work = all_to_all(group, parts, inputs, timeout)
+    lay.afterwards(output, lambda: rule(op, output.dtype).into(output, parts))
+    return _foreign(work, timeout, lay)
+
+
+def _there(how: Recipe, tensor: Tensor) -> Tensor:
+    own = tensor if how.view is None else tensor.view(how.view)
+    return plain(own) if how.there is None else how.there(own)
+
+
+def _back(lay: StandIns, how: Recipe, target: Tensor, values: Callable[[], Tensor], size: int) -> None:
+    def step() -> None:
+        own = target if how.view is None else target.view(how.view)
+        own.copy_(values() if how.back is None else how.back(values(), size))
+
+    lay.afterwards(target, step)
+
+
+def _in_place(lay: StandIns, how: Recipe, target: Tensor, size: int) -> None:
+    back = how.back
+    if back is not None:
+        lay.afterwards(target, lambda: back(target, size))
+
+
+def _differ(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.numel() for tensor in tensors}) > 1
+
+
+def _single(group: dist.ProcessGroup, name: str, older: str) -> Callable[..., dist.Work]:
+    """A method under its name, or the one that it had up to torch 2.12."""
+    method: Callable[..., dist.Work] | None = getattr(group, name, None)
+    return getattr(group, older) if method is None else method
+
+
+def _foreign(work: Any, timeout: float, lay: StandIns) -> dist.Work:  # noqa: ANN401 - a Work, or one of ours
     # It has what is used of a Work.
-    return ForeignWork(work, timeout, stand_ins.cuda, stand_ins.pairs)  # type: ignore[return-value]
-
-
-class ForeignWork:
-    """A Work of a group that is not ours: late is StoreTimeoutError, and results go to where they belong."""
-
-    def __init__(
-        self, work: dist.Work, timeout: float, cuda: bool, pairs: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> None:
-        self._work, self._timeout, self._cuda, self._pairs = work, timeout, cuda, pairs
-        self._began = time.monotonic()
-        self._lock = threading.Lock()
-        self._stored: list[torch.cuda.Event | None] = []
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """As c10d's; may be called again, from any stream."""
-        began = self._began if timeout is None else time.monotonic()
-        limit = self._timeout if timeout is None else timeout.total_seconds()
-        try:
-            if timeout is None or self._cuda:
-                self._work.wait()  # with a time, NCCL's would block the host until the GPU is done
-            else:
-                self._work.wait(timeout)
-        except DtorchError:
-            raise
-        except RuntimeError as error:
-            # c10d has no error of its own for this, and its texts differ from group to group. Its clocks start earlier.
-            if time.monotonic() - began < 0.9 * limit:
-                raise
-
-            raise StoreTimeoutError(f"not every rank had come after {seconds(limit)}: {error}") from error
-
-        self._store()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Done when the results are where they belong."""
-
-        def store(future: torch.futures.Future[Any]) -> Any:  # noqa: ANN401
-            self._store()
-            return future.value()
-
-        return self._work.get_future().then(store)
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
-    def _store(self) -> None:
-        if not self._pairs:
-            return
-
-        with self._lock:
-            if not self._stored:
-                for target, twin in self._pairs:
-                    target.copy_(twin)
-
-                self._stored = [streams.record(target) for target, _ in self._pairs]
-                return
-
-        for event, (target, _) in zip(self._stored, self._pairs, strict=True):
-            streams.order_after(event, target)
+    return ForeignWork(work, timeout, lay.cuda, lay.steps, lay.written)  # type: ignore[return-value]

@@ -10,17 +10,14 @@ from dtorch_core._text import canonical
 
 DISTRIBUTIONS: dict[Kind, dict[str, str]] = {
     "store": {"memory": "dtorch-memory-store", "file": "dtorch-file-store"},
-    "group": {"samedevice": "dtorch-samedevice-group"},
+    "group": {"samedevice": "dtorch-samedevice-group", "nccl": "dtorch-nccl-group"},
     "promise": {"memory": "dtorch-memory-store", "file": "dtorch-file-store"},
 }
 """First-party backends and the distribution that brings each."""
 
 RESERVED: dict[Kind, dict[str, str]] = {
     "store": {"network": "several hosts"},
-    "group": {
-        "nccl": "ranks that each have their own GPU",
-        "mixed": "ranks of which only some share a device, and several hosts",
-    },
+    "group": {"mixed": "ranks of which only some share a device, and several hosts"},
     "promise": {"network": "several hosts"},
 }
 """Names kept for backends that no distribution offers yet, and what each will be for."""

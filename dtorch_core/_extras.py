@@ -1,7 +1,12 @@
-"""What a process group may offer besides c10d's methods, and what the core does without it."""
+"""What a process group may offer besides c10d's methods, and what the core does without it.
+
+A group of this project's kind has it all itself (:class:`Extras`). Beside one that torch made, whose class is torch's
+own, stands a :class:`Companion`.
+"""
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
@@ -15,9 +20,8 @@ Place = AbstractContextManager[None]
 """The collective that is called under it is the second part of the call that it came with."""
 
 
-@runtime_checkable
-class Extras(Protocol):
-    """A group that has these methods also takes tensors of any layout, and compares what the ranks call."""
+class Speaks(Protocol):
+    """Carries texts and messages between the ranks, and can end everything with a reason."""
 
     def post_notes(self, same: str, call: str, text: str) -> tuple[Ticket, Place]:
         """Post a text; the ticket's notes are every rank's, each behind two lines that say what was called.
@@ -26,9 +30,6 @@ class Extras(Protocol):
         :param call: how this rank calls it, for people.
         """
 
-    def refuse(self, call: str, error: Exception) -> None:
-        """Tell the peers, who wait for it, that this rank's call failed before it began."""
-
     def receive(self, src: int | None, tag: int, buffer: Tensor | None = None) -> Any:  # noqa: ANN401 - a c10d Work
         """A Work whose result is the next message of ``src``, whatever its shape, and that can be cancelled."""
 
@@ -36,10 +37,71 @@ class Extras(Protocol):
         """c10d's ``abort``, with a reason, and whether this rank died."""
 
 
+@runtime_checkable
+class Extras(Speaks, Protocol):
+    """A group that has these methods also takes tensors of any layout, and compares what the ranks call."""
+
+    def refuse(self, call: str, error: Exception) -> None:
+        """Tell the peers, who wait for it, that this rank's call failed before it began."""
+
+
+class Companion(Speaks, Protocol):
+    """Stands beside one rank's handle on a group of torch's own."""
+
+    talks: bool
+    """It reaches the other ranks: texts and messages go through it. Otherwise they go over the group."""
+
+    def begin(self, call: str, *, collective: bool) -> int:
+        """This rank makes a call: its number, equal on all ranks for a collective.
+
+        :raises DtorchError: if the group is over.
+        """
+
+    def turn(self, call: str, ticket: Ticket | None) -> Any:  # noqa: ANN401 - as Notes, see _order
+        """When a call may begin that waits for a ticket, or for earlier calls; None: at once."""
+
+    def launched(self, call: str, number: int, work: Any) -> None:  # noqa: ANN401 - a ForeignWork
+        """A collective has been begun, after all with lower numbers.
+
+        :raises DtorchError: if it can't end well.
+        """
+
+    def refused(self, call: str, error: Exception, *, exchange: bool) -> None:
+        """This rank's call failed before it began. With ``exchange`` the peers wait for its text."""
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Any:  # noqa: ANN401 - a c10d Work
+        """Leave a copy of ``tensor`` for rank ``dst``."""
+
+    def carries(self, peer: int | None) -> bool:
+        """Messages from and to this rank go through it, not over the group."""
+
+    def explain(self, call: str, error: Exception) -> Exception:
+        """The error to raise where ``call`` raised ``error``, with what is known of the other ranks."""
+
+    def close(self) -> None:
+        """End the group's part of this rank, the process group's too.
+
+        :raises DtorchError: if the group had died and nobody has been told yet.
+        """
+
+
+_companions: weakref.WeakKeyDictionary[dist.ProcessGroup, Companion] = weakref.WeakKeyDictionary()
+
+
 def extras(group: dist.ProcessGroup) -> Extras | None:
     """The group itself if it has them."""
     kind: Any = type(group)
     return cast(Extras, group) if _has_extras(kind) else None
+
+
+def companion(group: dist.ProcessGroup) -> Companion | None:
+    """Who stands beside the group."""
+    return _companions.get(group)
+
+
+def accompany(group: dist.ProcessGroup, beside: Companion) -> None:
+    """Let a companion stand beside a group. For the backend that made both."""
+    _companions[group] = beside
 
 
 @cache  # a check against a protocol takes some microseconds

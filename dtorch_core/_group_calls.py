@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dtorch_core import _c10d, _notes
 from dtorch_core._context import BackendContext
+from dtorch_core._extras import companion
+from dtorch_core._notes import Notes
+from dtorch_core._order import Turn
 from dtorch_core._selector import spec_of
 from dtorch_core._shapes import Shape, describe
 from dtorch_core._text import did_you_mean, rank_list
@@ -62,19 +67,28 @@ class GroupCalls:
         self.timeout = ctx.timeout
         self._capabilities = spec_of(ctx.selection).capabilities
         self._recorder = recorder_for(ctx.name, ctx.rank, ctx.world_size)
+        self._beside = companion(process_group)
+        self._own_gpu = torch.device(ctx.device) if self._beside is not None and ctx.device != "cpu" else None
+        """Where its tensors have to be, if the group would make another communicator for another GPU."""
 
     def _run(
         self, call: str, prepare: Callable[[], Prepared[T]], timeout: float | None, async_op: bool
     ) -> Any:  # noqa: ANN401 - what the call returns, or a Work of it
         """A call whose ranks know all sizes."""
-        record = self._record(call)
+        record, number = self._begin(call)
         try:
             seconds = self._seconds(call, timeout, async_op)
         except Exception as error:
             _notes.refuse(self.process_group, call, error)
             raise
 
-        work = Work(call, None, lambda _: self._launch(call, prepare, seconds), seconds, self.device, record)
+        beside = self._beside
+        turn = None if beside is None else beside.turn(call, None)
+
+        def start(_: Sequence[str]) -> Started[T]:
+            return self._launch(call, prepare, seconds, number)
+
+        work = Work(call, turn, start, seconds, self.device, record, beside)
         return work if async_op else work.result()
 
     def _exchange(
@@ -87,24 +101,40 @@ class GroupCalls:
         async_op: bool,
     ) -> Any:  # noqa: ANN401
         """A call whose ranks tell each other their sizes first. ``same`` is what all of them have to call."""
-        record = self._record(call)
+        record, number = self._begin(call)
         try:
             seconds = self._seconds(call, timeout, async_op)
             text = tell()
         except Exception as error:
-            _notes.refuse(self.process_group, call, error)
+            _notes.refuse(self.process_group, call, error, exchange=True)
             raise
 
-        notes = _notes.post(self.process_group, self.device, same, call, text, seconds)
+        try:
+            notes: Notes | Turn = _notes.post(self.process_group, self.device, same, call, text, seconds)
+        except Exception as error:
+            if self._beside is None:
+                raise
+
+            raise self._beside.explain(call, error) from error.__cause__
+
+        if self._beside is not None and isinstance(notes, Notes) and notes.ticket is not None:
+            notes = self._beside.turn(call, notes.ticket)
 
         def start(texts: Sequence[str]) -> Started[T]:
             with notes.place:
-                return self._launch(call, lambda: prepare(texts), seconds)
+                return self._launch(call, lambda: prepare(texts), seconds, number)
 
-        work = Work(call, notes, start, seconds, self.device, record)
+        work = Work(call, notes, start, seconds, self.device, record, self._beside)
         return work if async_op else work.result()
 
-    def _launch(self, call: str, prepare: Callable[[], Prepared[T]], seconds: float) -> Started[T]:
+    def conduct(self, call: str, launch: Launch) -> None:
+        """Call one of :mod:`dtorch_core._c10d`'s collectives on the process group, and wait for it."""
+        if self._beside is None:
+            launch(self.timeout).wait(timedelta(seconds=self.timeout))
+        else:
+            self._run(call, lambda: (launch, lambda: None), None, async_op=False)
+
+    def _launch(self, call: str, prepare: Callable[[], Prepared[T]], seconds: float, number: int) -> Started[T]:
         # What is wrong with this rank's arguments has to reach its peers: they would wait for it otherwise. What the
         # process group itself raises, it has told them.
         try:
@@ -113,10 +143,17 @@ class GroupCalls:
             _notes.refuse(self.process_group, call, error)
             raise
 
-        return launch(seconds), finish
+        if self._beside is None:
+            return launch(seconds), finish
 
-    def _record(self, call: str) -> Record | None:
-        return None if self._recorder is None else Record(self._recorder, self._recorder.begin(call))
+        work = launch(seconds)
+        self._beside.launched(call, number, work)
+        return work, finish
+
+    def _begin(self, call: str, *, collective: bool = True) -> tuple[Record | None, int]:
+        """This rank makes a call: what the flight recorder has of it, and its number where somebody counts."""
+        number = 0 if self._beside is None else self._beside.begin(call, collective=collective)
+        return None if self._recorder is None else Record(self._recorder, self._recorder.begin(call)), number
 
     # Checks. Those that can fail on one rank alone run where their error is told to the peers.
 
@@ -138,6 +175,11 @@ class GroupCalls:
     def _check(self, call: str, x: Tensor, root: int | None = None) -> None:
         check_tensor(self._label(call), x)
         self._need(x.device.type, call)
+        if self._own_gpu is not None and x.device != self._own_gpu:
+            raise UnsupportedTensorError(
+                f"{self._label(call)}: the tensor is on {x.device}, and this rank has {self._own_gpu}; move it first"
+            )
+
         if root is not None:
             self._check_rank(call, root)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dtorch_core import _c10d
-from dtorch_core._extras import Place, extras
+from dtorch_core._extras import Place, companion, extras
 from dtorch_core.joint import Ticket
 
 
@@ -21,29 +21,31 @@ class Notes:
     """Texts under way."""
 
     def __init__(self, ticket: Ticket | None, place: Place, texts: Sequence[str] = ()) -> None:
-        self._ticket, self._texts = ticket, texts
+        self.ticket = ticket
+        """What is waited for; None where they are here."""
+        self._texts = texts
         self.place = place
         """What follows the exchange is called under it."""
 
     def wait(self, timeout: float) -> None:
         """Until every rank's text is here."""
-        if self._ticket is not None:
-            self._ticket.wait(timeout)
+        if self.ticket is not None:
+            self.ticket.wait(timeout)
 
     def texts(self) -> Sequence[str]:
         """The texts in rank order; once they are here."""
-        if self._ticket is None:
+        if self.ticket is None:
             return self._texts
 
-        self._ticket.wait(0)  # raises what the exchange raised
-        return [note.split("\n", 2)[2] for note in self._ticket.notes()]
+        self.ticket.wait(0)  # raises what the exchange raised
+        return [note.split("\n", 2)[2] for note in self.ticket.notes()]
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when they are here, or will never be."""
-        if self._ticket is None:
+        if self.ticket is None:
             callback()
         else:
-            self._ticket.add_done_callback(callback)
+            self.ticket.add_done_callback(callback)
 
 
 def post(group: dist.ProcessGroup, device: str, same: str, call: str, text: str, timeout: float) -> Notes:
@@ -56,14 +58,26 @@ def post(group: dist.ProcessGroup, device: str, same: str, call: str, text: str,
     if own is not None:
         return Notes(*own.post_notes(same, call, text))
 
+    beside = companion(group)
+    if beside is not None and beside.talks:
+        return Notes(*beside.post_notes(same, call, text))
+
     return Notes(None, nullcontext(), _as_bytes(group, device, text, timeout))
 
 
-def refuse(group: dist.ProcessGroup, call: str, error: Exception) -> None:
-    """Tell the peers, where the group can."""
+def refuse(group: dist.ProcessGroup, call: str, error: Exception, *, exchange: bool = False) -> None:
+    """Tell the peers, where the group can.
+
+    :param exchange: they wait for this rank's text.
+    """
     own = extras(group)
     if own is not None:
         own.refuse(call, error)
+        return
+
+    beside = companion(group)
+    if beside is not None:
+        beside.refused(call, error, exchange=exchange)
 
 
 def _as_bytes(group: dist.ProcessGroup, device: str, text: str, timeout: float) -> list[str]:

@@ -1,7 +1,7 @@
 """Messages of any shape over a c10d process group.
 
-A group that can receive without knowing the shape does so (see :mod:`dtorch_core._extras`); over any other one a
-header with the shape goes first.
+A group that can receive without knowing the shape does so, or who stands beside it (see :mod:`dtorch_core._extras`);
+over any other one a header with the shape goes first.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core._c10d import ForeignWork
-from dtorch_core._extras import extras
+from dtorch_core._extras import Companion, extras
+from dtorch_core._foreign_work import ForeignWork
 from dtorch_core._shapes import Shape, describe
+from dtorch_core._stand_ins import as_carried
 from dtorch_core.errors import CollectiveMismatchError
 
 _HEADER = 66
@@ -25,24 +26,42 @@ _HEADER = 66
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
-def send(group: dist.ProcessGroup, tensor: Tensor, dst: int, tag: int, timeout: float) -> dist.Work:
+def send(
+    group: dist.ProcessGroup, beside: Companion | None, tensor: Tensor, dst: int, tag: int, timeout: float
+) -> dist.Work:
     """Send a message that :func:`receive` understands."""
     if extras(group) is not None:
         return group.send([tensor], dst, tag)
+
+    if beside is not None and beside.carries(dst):
+        work: dist.Work = beside.send(tensor, dst, tag)
+        return work
 
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     sizes = [*plain.shape, *[0] * (_HEADER - 2 - plain.dim())]
     header = torch.tensor([_DTYPES.index(plain.dtype), plain.dim(), *sizes], device=plain.device)
     ForeignWork(group.send([header], dst, tag), timeout, tensor.is_cuda).wait()
-    return ForeignWork(group.send([plain], dst, tag), timeout, tensor.is_cuda)  # type: ignore[return-value]
+    return ForeignWork(group.send([as_carried(plain)], dst, tag), timeout, tensor.is_cuda)  # type: ignore[return-value]
 
 
 def receive(
-    group: dist.ProcessGroup, device: str, src: int | None, tag: int, out: Tensor | None, timeout: float
+    group: dist.ProcessGroup,
+    beside: Companion | None,
+    device: str,
+    src: int | None,
+    tag: int,
+    out: Tensor | None,
+    timeout: float,
 ) -> Any:  # noqa: ANN401
     """A Work whose result is the message."""
     own = extras(group)
-    return _HeaderThenTensor(group, device, src, tag, out, timeout) if own is None else own.receive(src, tag, out)
+    if own is not None:
+        return own.receive(src, tag, out)
+
+    if beside is not None and beside.carries(src):
+        return beside.receive(src, tag, out)
+
+    return _HeaderThenTensor(group, device, src, tag, out, timeout)
 
 
 class _HeaderThenTensor:
@@ -104,7 +123,8 @@ class _HeaderThenTensor:
         src, shape = self._coming
         if self._message is None:
             message = shape.empty(self._header.device)
-            ForeignWork(self._group.recv([message], src, self._tag), self._timeout, message.is_cuda).wait(timeout)
+            pending = self._group.recv([as_carried(message)], src, self._tag)
+            ForeignWork(pending, self._timeout, message.is_cuda).wait(timeout)
             self._message = message
 
         if self._out is None:

@@ -75,7 +75,9 @@ def refusal(selection: Selection, ask: Ask | None) -> DtorchError:
         lines.append("Some plugins are broken; see: dtorch doctor")
 
     if len(selection.topology.hosts) > 1:
-        lines.append("Several hosts need a network backend, and those names are reserved: none exists yet.")
+        text = "Several hosts need a network backend, and those names are reserved: none exists yet."
+        also = " A group of ranks that each have a GPU of their own needs none: nccl reaches them."
+        lines.append(text + also if selection.kind == "group" else text)
     elif states == {"absent"}:
         lines.append(_catalogue.install_hint(selection.kind))
 

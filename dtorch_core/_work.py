@@ -13,7 +13,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from dtorch_core._extras import Companion
 from dtorch_core._notes import Notes
+from dtorch_core._order import Turn
 from dtorch_core.errors import DtorchError, StoreTimeoutError
 from dtorch_core.recorder import Entry, Recorder
 
@@ -41,28 +43,28 @@ class Work(Generic[T]):
     def __init__(
         self,
         call: str,
-        notes: Notes | None,
+        notes: Notes | Turn | None,
         start: Callable[[Sequence[str]], Started[T]],
         timeout: float,
         device: str,
         record: Record | None = None,
+        beside: Companion | None = None,
     ) -> None:
         self._call = call
-        self._notes, self._start, self._timeout, self._record = notes, start, timeout, record
+        self._notes, self._timeout, self._record, self._beside = notes, timeout, record, beside
         self._device = torch.device(device)
         self._started: Future[Started[T]] = Future()
         if notes is None:
             try:
                 self._started.set_result(start(()))
             except Exception as error:
-                if record is not None:
-                    record.explain(error)
-
-                raise
+                raise self._explained(error) from error.__cause__
 
             return
 
         # What follows an exchange is begun by whichever thread ends the exchange, but as this rank's thread would.
+        # Only until then: it knows the group, which a thread of the process group must not be the last to let go of.
+        self._start: Callable[[Sequence[str]], Started[T]] | None = start
         self._inference = torch.is_inference_mode_enabled()
         self._on_own_stream: Callable[[], AbstractContextManager[object]] = nullcontext
         if self._device.type == "cuda":
@@ -76,17 +78,14 @@ class Work(Generic[T]):
         :param timeout: seconds; the call's own where None.
         :raises StoreTimeoutError: if ranks have not come in time; they are named.
         """
-        if self._record is None:
-            self._wait(timeout)
-            return True
-
         try:
             self._wait(timeout)
         except Exception as error:
-            self._record.explain(error)
-            raise
+            raise self._explained(error) from error.__cause__
 
-        self._record.entry.end()
+        if self._record is not None:
+            self._record.entry.end()
+
         return True
 
     def result(self) -> T:
@@ -128,7 +127,7 @@ class Work(Generic[T]):
             try:
                 work, finish = started.result()
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(self._explained(error))
                 return
 
             def fulfil(done: torch.futures.Future[Any]) -> None:
@@ -136,7 +135,7 @@ class Work(Generic[T]):
                     done.value()  # raises what the work raised; waiting for the work could be waiting for this callback
                     future.set_result(finish())
                 except Exception as error:
-                    future.set_exception(error)
+                    future.set_exception(self._explained(error))
 
             work.get_future().add_done_callback(fulfil)
 
@@ -161,11 +160,22 @@ class Work(Generic[T]):
         work.wait(timedelta(seconds=_left(deadline)))
         finish()
 
+    def _explained(self, error: Exception) -> Exception:
+        """What to raise for it: with more in its message, or another one."""
+        if self._beside is not None:
+            error = self._beside.explain(self._call, error)
+
+        if self._record is not None:
+            self._record.explain(error)
+
+        return error
+
     def _begin(self) -> None:
-        assert self._notes is not None
+        start, self._start = self._start, None
+        assert self._notes is not None and start is not None
         try:
             with torch.inference_mode(self._inference), self._on_own_stream():
-                started = self._start(self._notes.texts())
+                started = start(self._notes.texts())
         except BaseException as error:
             self._started.set_exception(error)
         else:

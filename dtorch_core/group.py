@@ -17,6 +17,7 @@ from torch import Tensor
 from dtorch_core import _c10d, _p2p, _scope
 from dtorch_core._context import BackendContext
 from dtorch_core._extras import extras
+from dtorch_core._foreign_work import Over
 from dtorch_core._group_calls import GroupCalls, Op, Prepared, word_of
 from dtorch_core._memory import Memory, same_place
 from dtorch_core._opening import open_backend
@@ -101,10 +102,11 @@ class ThreadGroup(GroupCalls):
             self._check(call, x, root=dst)
             self._check_op(call, word, x)
             # A copy on the other ranks too: some groups leave partial sums there.
-            memory = _started_from(self._label(call), out if self.rank == dst else None, x)
+            is_root = self.rank == dst
+            memory = _started_from(self._label(call), out if is_root else None, x)
             return (
                 lambda s: _c10d.reduce(self.process_group, memory.tensor, word, dst, s),
-                lambda: memory.result() if self.rank == dst else None,
+                lambda: memory.result() if is_root else None,
             )
 
         return self._run(call, prepare, timeout, async_op)
@@ -283,7 +285,11 @@ class ThreadGroup(GroupCalls):
             one_dtype(self._label(call), shapes)
             self._check_uneven(call, shapes)
             results = [shape.empty(x.device) for shape in shapes] if self.rank == dst else None
-            return lambda s: _c10d.gather(self.process_group, results, x.detach(), dst, s), lambda: results
+            even = len(set(shapes)) == 1
+            return (
+                lambda s: _c10d.gather(self.process_group, results, x.detach(), dst, s, even=even),
+                lambda: results,
+            )
 
         return self._exchange(f"gather(dst={dst})", call, tell, prepare, timeout, async_op)
 
@@ -316,13 +322,17 @@ class ThreadGroup(GroupCalls):
                 device = out.device  # a source elsewhere is refused by the process group
 
             memory = Memory(self._label(call), out, shapes[self.rank], device, inputs or ())
-            return lambda s: _c10d.scatter(self.process_group, memory.tensor, inputs, src, s), memory.result
+            even = len(set(shapes)) == 1
+            return lambda s: _c10d.scatter(self.process_group, memory.tensor, inputs, src, s, even=even), memory.result
 
         return self._exchange(f"scatter(src={src})", call, tell, prepare, timeout, async_op)
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:  # noqa: ANN401
         """Wait until every rank is here. On CUDA this is about the ranks, not about the work they have queued."""
-        return self._run("barrier", self._barrier, timeout, async_op)
+        if self._beside is None or not self._beside.talks:
+            return self._run("barrier", self._barrier, timeout, async_op)
+
+        return self._exchange("barrier", "barrier", lambda: "", lambda _: self._barrier(), timeout, async_op)
 
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False
@@ -332,11 +342,11 @@ class ThreadGroup(GroupCalls):
         It does not wait for the receiver. Messages of one source, destination and tag arrive in order.
         """
         call = f"send({describe(x)}, dst={dst}, tag={tag})"
-        record = self._record(call)
+        record, _ = self._begin(call, collective=False)
         seconds = self._seconds(call, timeout, async_op)
         self._check(call, x)
         self._check_p2p(call, dst, tag)
-        sent = _p2p.send(self.process_group, x.detach(), dst, tag, seconds)
+        sent = _p2p.send(self.process_group, self._beside, x.detach(), dst, tag, seconds)
         work = Work(call, None, lambda _: (sent, lambda: None), seconds, self.device, record)
         return work if async_op else work.result()
 
@@ -355,13 +365,13 @@ class ThreadGroup(GroupCalls):
         :raises CollectiveMismatchError: if ``out`` has another shape or dtype; the message is dropped.
         """
         call = f"recv(src={src}, tag={tag})"
-        record = self._record(call)
+        record, _ = self._begin(call, collective=False)
         seconds = self._seconds(call, timeout, async_op)
         self._check_p2p(call, src, tag)
         if out is not None:
             check_written(f"{self._label(call)}, out=", out)
 
-        received = _p2p.receive(self.process_group, self.device, src, tag, out, seconds)
+        received = _p2p.receive(self.process_group, self._beside, self.device, src, tag, out, seconds)
         work = Work(call, None, lambda _: (received, lambda: received.result()[0]), seconds, self.device, record)
         if async_op:
             return work
@@ -410,17 +420,20 @@ class ThreadGroup(GroupCalls):
 
         :param died: this rank failed; its peers see :class:`PeerLostError`.
         """
-        own = extras(self.process_group)
+        own = extras(self.process_group) or self._beside
         if own is not None:
             own.abort(reason, died=died)
         else:
             self.process_group.abort()
 
     def close(self) -> None:
-        """Leave. Local, and may be repeated."""
+        """Leave. Local, and may be repeated.
+
+        :raises DtorchError: if results were under way on a GPU that will never be right, and no call has said so.
+        """
         if not self._closed:
             self._closed = True
-            self.process_group.shutdown()
+            (self.process_group.shutdown if self._beside is None else self._beside.close)()
 
     def __enter__(self) -> Self:
         return self
@@ -436,6 +449,9 @@ class ThreadGroup(GroupCalls):
         return f"<ThreadGroup {self.name!r} ({self.backend}) rank {self.rank} of {self.world_size} on {self.device}>"
 
     def _barrier(self) -> Prepared[None]:
+        if self._beside is not None and self._beside.talks:
+            return lambda s: Over(), lambda: None  # type: ignore[return-value]  # it has what is used of a Work
+
         return lambda s: _c10d.barrier(self.process_group, s), lambda: None
 
 

@@ -446,7 +446,7 @@ class TestDoctor:
         status, out, _ = dtorch("doctor")
         assert status == (0 if installed else 1)
         start = "  " if installed else "  PROBLEM: "
-        assert f"\n{start}No group backend is installed: pip install dtorch-samedevice-group\n" in out
+        assert f"\n{start}No group backend is installed: pip install dtorch-samedevice-group dtorch-nccl-group\n" in out
         assert ("No store backend is installed" in out) is not installed
 
     def test_strict_mode_still_starts(self, dtorch, site):
@@ -696,7 +696,7 @@ class TestCheck:
             ("samedevice", "not installed; pip install dtorch-samedevice-group"),
             ("file", "not installed; pip install dtorch-file-store"),
             ("network", "reserved for several hosts; no distribution offers it yet"),
-            ("nccl", "reserved for ranks that each have their own GPU; no distribution offers it yet"),
+            ("nccl", "not installed; pip install dtorch-nccl-group"),
         ],
     )
     def test_known_name_that_is_not_installed(self, dtorch, monkeypatch, name, said):

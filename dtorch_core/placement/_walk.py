@@ -6,15 +6,14 @@ since they fail with it, those of their lines in the steps after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dtorch_core import _c10d, _notes
+from dtorch_core._group_calls import Launch
 from dtorch_core._selector import spec_of
 from dtorch_core.errors import UnsupportedOperationError
 from dtorch_core.group import ThreadGroup
@@ -58,7 +57,7 @@ class Walk:
                 raise
 
             try:
-                launch().wait(timedelta(seconds=group.timeout))
+                group.conduct(self._call, launch)
             except Exception as error:
                 self.refuse(error, number + 1)  # all of this step have heard of it
                 raise
@@ -93,26 +92,26 @@ class Walk:
 
     def _prepared(
         self, step: Step, group: ThreadGroup, moves: Moves, held: Tensor, owned: bool
-    ) -> tuple[Callable[[], dist.Work], Tensor]:
+    ) -> tuple[Launch, Tensor]:
         """What starts the collective, and what it writes its result to."""
-        peers, seconds = group.process_group, group.timeout
+        peers = group.process_group
         if step.kind == "all_reduce":
             total = held if owned else _copy(held)
-            return lambda: _c10d.all_reduce(peers, total, _op(step), seconds), total
+            return lambda seconds: _c10d.all_reduce(peers, total, _op(step), seconds), total
 
         self._check_uneven(group, moves)
         result = torch.empty(moves.shape, dtype=held.dtype, device=held.device)
         if step.kind == "reduce_scatter":
             terms = [_part(held, region) for region in moves.gives]
-            return lambda: _c10d.reduce_scatter(peers, result, terms, _op(step), seconds), result
+            return lambda seconds: _c10d.reduce_scatter(peers, result, terms, _op(step), seconds), result
 
         parts = [_part(result, region) for region in moves.gets]
         if step.kind == "all_gather":
             mine = _part(held, moves.gives[group.rank])
-            return lambda: _c10d.all_gather(peers, parts, mine, seconds), result
+            return lambda seconds: _c10d.all_gather(peers, parts, mine, seconds), result
 
         given = [_part(held, region) for region in moves.gives]
-        return lambda: _c10d.all_to_all(peers, parts, given, seconds), result
+        return lambda seconds: _c10d.all_to_all(peers, parts, given, seconds), result
 
     def _check_uneven(self, group: ThreadGroup, moves: Moves) -> None:
         if len({shape_of(region) for region in (*moves.gives, *moves.gets)}) > 1:

@@ -181,6 +181,7 @@ class AsyncTests(GroupConformance):
     @requires("async")
     @pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
     def test_work_that_is_late_raises_at_its_deadline(self, name: str) -> None:
+        self.needs_meeting(name)
         over = threading.Event()
         (collective,) = [c for c in COLLECTIVES if c.name == name]
 

@@ -17,7 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, TensorStore
-from dtorch_core._text import describe_error, rank_list
+from dtorch_core._fingerprints import compare
+from dtorch_core._text import describe_error
 from dtorch_core.declared import Declared, Result, Shapes
 from dtorch_core.joint import Offer, Ticket
 from dtorch_samedevice_group.blocks import Task
@@ -101,25 +102,7 @@ class _Compared(Declared):
             raise self._told(misfit, notes[0]) from None
 
     def _compare(self, notes: Sequence[str]) -> None:
-        fingerprints: dict[str, list[int]] = {}
-        callers: dict[str, list[int]] = {}
-        for rank, note in enumerate(notes):
-            fingerprint, *more = note.split("\n", 2)
-            fingerprints.setdefault(fingerprint, []).append(rank)
-            callers.setdefault(more[0] if more else fingerprint, []).append(rank)
-
-        if len(fingerprints) == 1:
-            return
-
-        ranked = sorted(fingerprints.values(), key=len, reverse=True)
-        if len(ranked[0]) > len(ranked[1]):
-            odd = rank_list(rank for ranks in ranked[1:] for rank in ranks)
-            head = f"{odd} called something else than {rank_list(ranked[0])}"
-        else:
-            head = f"{rank_list(range(len(notes)))} called different things"
-
-        table = "\n".join(f"  {rank_list(ranks)}: {call}" for call, ranks in callers.items())
-        raise CollectiveMismatchError(f"group {self._group!r}, {self._key}: {head}\n{table}")
+        compare(f"group {self._group!r}, {self._key}", notes)
 
     def _told(self, misfit: CollectiveMismatchError, note: str) -> CollectiveMismatchError:
         call = note.partition("\n")[0]

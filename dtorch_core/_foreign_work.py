@@ -1,0 +1,142 @@
+"""Works of c10d groups that are not ours."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtorch_core import streams
+from dtorch_core._text import seconds
+from dtorch_core.errors import DtorchError, StoreTimeoutError
+
+
+class ForeignWork:
+    """A Work of a group that is not ours: late is StoreTimeoutError, and results go to where they belong."""
+
+    def __init__(
+        self,
+        work: dist.Work,
+        timeout: float,
+        cuda: bool,
+        steps: Sequence[Callable[[], object]] = (),
+        written: Sequence[Tensor] = (),
+    ) -> None:
+        self._work, self._timeout, self._cuda, self._steps, self._written = work, timeout, cuda, steps, written
+        self._inference = torch.is_inference_mode_enabled() if steps else False
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._stored: list[torch.cuda.Event | None] | None = None
+        self._waited = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As c10d's; may be called again, from any stream."""
+        began = self._began if timeout is None else time.monotonic()
+        limit = self._timeout if timeout is None else timeout.total_seconds()
+        try:
+            if timeout is None or self._cuda:
+                self._work.wait()  # with a time, NCCL's would block the host until the GPU is done
+            else:
+                self._work.wait(timeout)
+        except DtorchError:
+            raise
+        except RuntimeError as error:
+            # c10d has no error of its own for this, and its texts differ from group to group. Its clocks start earlier.
+            if time.monotonic() - began < 0.9 * limit:
+                raise
+
+            raise StoreTimeoutError(f"not every rank had come after {seconds(limit)}: {error}") from error
+
+        self._store()
+        self._waited = True
+        return True
+
+    def outcome(self) -> None:
+        """Wait on the host until it is over, from any thread; for the end of a group.
+
+        :raises RuntimeError: if it failed, or was ended because its time was over.
+        """
+        if isinstance(self._work, ForeignWork):
+            self._work.outcome()
+            return
+
+        if not self._cuda:
+            self._work.wait(timedelta(seconds=max(0.001, self._began + self._timeout - time.monotonic())))
+            return
+
+        # Not its wait(), which lets go of the tensors that the kernel still reads. The kernel ends in any case: torch's
+        # watchdog ends it at its deadline.
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            self._work.get_future().wait()
+
+        side.synchronize()
+        # One that the watchdog has ended looks as if it had gone well, but for this.
+        if hasattr(self._work, "get_future_result"):
+            told = self._work.get_future_result()
+            if told.done() and told.value() != 0:
+                raise RuntimeError("torch's watchdog has ended it: its time was over, or the communicator failed")
+
+    def is_completed(self) -> bool:
+        """It is over, or was waited for: some are over in a wait alone, and on CUDA the result can be used then."""
+        return self._waited or self._work.is_completed()
+
+    def is_under_way(self) -> bool:
+        """Its kernel may still run."""
+        return not self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Done when the results are where they belong."""
+
+        def store(future: torch.futures.Future[Any]) -> Any:  # noqa: ANN401
+            self._store()
+            return future.value()
+
+        return self._work.get_future().then(store)
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    def _store(self) -> None:
+        if not self._steps:
+            return
+
+        with self._lock:
+            if self._stored is None:
+                with torch.inference_mode(self._inference):
+                    for step in self._steps:
+                        step()
+
+                self._stored = [streams.record(target) for target in self._written]
+                return
+
+        for event, target in zip(self._stored, self._written, strict=True):
+            streams.order_after(event, target)
+
+
+class Over:
+    """A Work of something that is over."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_under_way(self) -> bool:
+        """It is not."""
+        return False
+
+    def outcome(self) -> None:
+        """It went well."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future

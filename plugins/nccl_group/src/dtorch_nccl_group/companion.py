@@ -1,0 +1,428 @@
+"""Beside NCCL: carries texts and messages, learns who died, aborted, left or gave up, and ends the kernels then.
+
+NCCL tells its ranks nothing of each other. A control store over the same ranks does, where there is one: on one host.
+Across hosts the companion only counts, and the timeout is what remains.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtorch_core import (
+    AbortedError,
+    BackendContext,
+    CollectiveMismatchError,
+    DtorchError,
+    PeerLostError,
+    StoreTimeoutError,
+    TensorStore,
+    open_store,
+)
+from dtorch_core._extras import Place
+from dtorch_core._fingerprints import compare
+from dtorch_core._foreign_work import Over
+from dtorch_core._order import LaunchOrder, Turn
+from dtorch_core._text import describe_error, one_line
+from dtorch_core.declared import Declared, Result, Shapes
+from dtorch_core.joint import Offer, Task, Ticket
+from dtorch_nccl_group.calls import Calls
+from dtorch_nccl_group.letters import TAG, Letters, Words
+from dtorch_nccl_group.messages import MessageWork
+
+GRACE = 2.0
+"""Seconds in which the reason for an error of NCCL may arrive after it."""
+
+Failure = Callable[[str], DtorchError]
+"""Makes the error of a call that can't end well: a fresh one for each."""
+
+
+class NcclCompanion:
+    """One rank's. Thread-safe; no lock is held while anything else is called."""
+
+    def __init__(
+        self,
+        ctx: BackendContext,
+        stores: tuple[TensorStore, TensorStore] | None,
+        backend: Any,  # noqa: ANN401
+        order: LaunchOrder,
+        *,
+        queued: bool,
+    ) -> None:
+        """
+        :param stores: over the same ranks: for texts and messages, and for letters; nothing is said over the first one
+            any more when a rank has given up.
+        :param backend: torch's ProcessGroupNCCL, to be ended.
+        :param queued: what it begins is not over when it returns.
+        """
+        self.talks = stores is not None
+        self._stores: list[TensorStore] = list(stores or ())
+        self._store = stores[0] if stores is not None else None
+        self._ctx, self._backend, self._order, self._queued = ctx, backend, order, queued
+        self._device = torch.device(ctx.device)
+        self._lock = threading.Lock()
+        self._calls = Calls(ctx.rank, ctx.world_size)
+        self._exchanges = itertools.count(1)
+        self._last: tuple[str, Any] | None = None
+        """The last collective that was begun, and its Work."""
+        self._left: dict[int, int] = {}
+        """Ranks that closed their handle, and how many collectives each had called by then."""
+        self._refused: dict[int, tuple[int, str]] = {}
+        """Collectives that another rank refused to begin, by number: who, and why."""
+        self._own_refusals: set[int] = set()
+        self._over: Failure | None = None
+        self._is_over = threading.Event()
+        self._told = False
+        self._unsettled = False
+        """Results were under way when it was over."""
+        self._closed = False
+        self._aborting: threading.Thread | None = None
+        self._settled: dict[int, threading.Event] = {rank: threading.Event() for rank in range(ctx.world_size)}
+        self._own_store: TensorStore | None = None
+        self._letters = Letters(stores[1], self._on_letter, self._on_end) if stores is not None else None
+        if self._letters is not None:
+            self._letters.open()
+
+    # Calls
+
+    def begin(self, call: str, *, collective: bool) -> int:
+        if self._over is not None:
+            self._raise_over(call)
+
+        number = self._calls.begin(call, collective=collective)
+        if self._left and collective:
+            for rank, last in self._left.items():
+                if last < number:
+                    self._told = True
+                    raise self._without(rank)(call)
+
+        return number
+
+    def turn(self, call: str, ticket: Ticket | None) -> Turn | None:
+        return self._order.turn(call, ticket)
+
+    def launched(self, call: str, number: int, work: Any) -> None:  # noqa: ANN401
+        self._last = call, work
+        self._calls.launched = number
+        if self._refused and number in self._refused:
+            rank, text = self._refused[number]
+            self._end(self._mismatch(rank, text))
+
+        if self._over is not None:  # it came meanwhile, and this kernel may wait for ever
+            self._abort_backend()
+            self._raise_over(call)
+
+    def refused(self, call: str, error: Exception, *, exchange: bool) -> None:
+        number, text = self._calls.number, f"{call}: raised {describe_error(error)}"
+        with self._lock:
+            self._own_refusals.add(number)
+
+        if self._letters is None or self._over is not None:
+            return
+
+        with suppress(DtorchError):
+            if exchange:
+                self.post_notes(text, text, "")
+            else:
+                self._letters.send_all({"refused": number, "text": text})
+
+    def explain(self, call: str, error: Exception) -> Exception:
+        if getattr(error, "_explained", False):
+            return error
+
+        known = self._known(call, error)
+        known._explained = True  # type: ignore[attr-defined]
+        if known is not error and known.__cause__ is None:
+            known.__cause__ = error
+
+        return known
+
+    def _known(self, call: str, error: Exception) -> Exception:
+        if isinstance(error, StoreTimeoutError):
+            return self._gave_up(call, str(error))
+
+        if isinstance(error, DtorchError) or not isinstance(error, RuntimeError):
+            if isinstance(error, AbortedError) or (isinstance(error, PeerLostError) and not self._left):
+                self._end(self._as(error, f"{call}: "))
+
+            self._told = self._told or self._over is not None
+            return error
+
+        # torch's own. Its peers' reason may still be under way.
+        self._is_over.wait(GRACE if self.talks else 0)
+        if self._over is not None:
+            self._told = True
+            return self._over(call)
+
+        text = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        if "time" in text.lower():
+            return self._gave_up(call, f"{self._label(call)}: not every rank had come in time: {text}")
+
+        table = self._table()
+        self._told = True
+        self._end(lambda later: AbortedError(f"{self._label(later)}: NCCL failed in {call}: {text}"))
+        self._tell_reason(f"NCCL failed in {call} of rank {self._ctx.rank}: {text}")
+        return PeerLostError(f"{self._label(call)}: NCCL failed: {text}\n{table}")
+
+    # Texts and messages
+
+    def post_notes(self, same: str, call: str, text: str) -> tuple[Ticket, Place]:
+        assert self._store is not None
+        key, number = f"exchange {next(self._exchanges)}", self._calls.number
+        work = _Same(f"group {self._ctx.name!r}, {key}")
+        ticket = self._store.post(key, f"#{number} {same}\n#{number} {call}\n{text}", (), work)
+        return ticket, Turn.place
+
+    def carries(self, peer: int | None) -> bool:
+        return self.talks or peer == self._ctx.rank
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Over:
+        store, rank = self._mail(dst)
+        with torch.inference_mode(False):  # the copy is the receiver's, who may be in no inference mode
+            store.send(tensor, rank, tag)
+
+        return Over()
+
+    def receive(self, src: int | None, tag: int, buffer: Tensor | None = None) -> MessageWork:
+        store, rank = self._mail(src)
+        label = self._label(f"recv(src={src}, tag={tag})")
+        return MessageWork(store.expect(rank, tag), buffer, self._device, self._ctx.timeout, label)
+
+    def _mail(self, peer: int | None) -> tuple[TensorStore, Any]:
+        if self._store is not None:
+            return self._store, peer
+
+        # Across hosts: to oneself only. NCCL's send to oneself would wait for a receive that comes later.
+        with self._lock:
+            if self._own_store is None:
+                self._own_store = open_store(
+                    f"{self._ctx.name}/self/{uuid.uuid4().hex}", rank=0, world_size=1, device=self._ctx.device
+                )
+                self._stores.append(self._own_store)
+
+            return self._own_store, 0
+
+    # Ends
+
+    def abort(self, reason: str = "", *, died: bool = False) -> None:
+        text = reason or f"rank {self._ctx.rank} aborted the group {self._ctx.name!r}"
+        self._told = True
+        self._end(lambda call: AbortedError(f"{self._label(call)}: {text}"))
+        self._abort_backend()
+        for store in reversed(self._stores):  # who is woken by the first one knows already
+            store.abort(text, died=died)
+
+    def close(self) -> None:
+        with self._lock:
+            closed, self._closed = self._closed, True
+
+        if closed:
+            return
+
+        if self._over is None:
+            self._settle()
+
+        graceful = self._over is None
+        self._end(lambda call: AbortedError(f"{self._label(call)}: it is closed; open it anew"), abort=False)
+        if not graceful or (self._queued and self.talks):
+            # Everything is over, here and where it is read from: nothing is lost. An orderly end would wait for all
+            # ranks of this host to end too.
+            self._abort_backend()
+            assert self._aborting is not None
+            self._aborting.join(self._ctx.timeout)
+        else:
+            with suppress(RuntimeError):
+                self._backend.shutdown()
+
+        for store in self._stores:
+            store.close()
+
+        self._last = self._backend = None  # the process group alone keeps what is left of it
+        if not graceful and self._unsettled and not self._told:
+            self._raise_over("close")
+
+    def _settle(self) -> None:
+        """What was begun comes to its end here, and on the ranks that read this one's memory."""
+        if self._queued and self._last is not None:
+            call, work = self._last
+            try:
+                work.outcome()
+            except Exception as error:
+                self._unsettled = True
+                self.explain(call, error)
+                self._told = False
+                return
+
+        if self._letters is None or self._over is not None:
+            return
+
+        self._letters.send_all({"leaving": self._calls.number})
+        deadline = time.monotonic() + self._ctx.timeout
+        for rank in self._letters.others if self._queued else ():
+            if rank not in self._left:
+                self._settled[rank].wait(max(0.0, deadline - time.monotonic()))
+
+    def _end(self, failure: Failure, *, abort: bool = True) -> None:
+        """Nothing can be begun any more; the first failure stays."""
+        last = self._last
+        with self._lock:
+            first = self._over is None
+            if first:
+                self._over = failure
+                self._unsettled = self._queued and last is not None and last[1].is_under_way()
+
+        if first:
+            self._is_over.set()
+            for event in self._settled.values():
+                event.set()
+
+        if abort and not self._closed:
+            self._abort_backend()
+
+    def _abort_backend(self) -> None:
+        """End the kernels. In a thread of its own: it can take a while, and who is called back must not wait."""
+
+        backend = self._backend
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                backend.abort()
+
+        with self._lock:
+            if self._aborting is not None or backend is None:
+                return
+
+            self._aborting = threading.Thread(target=run, name=f"{self._ctx.name} ends NCCL", daemon=True)
+            self._aborting.start()
+
+    # What the others say
+
+    def _on_letter(self, rank: int, words: Words) -> None:
+        assert self._letters is not None
+        if "ask" in words:
+            self._letters.send(rank, {"told": words["ask"], **self._calls.said()})
+        elif "told" in words:
+            self._calls.answered(rank, words)
+        elif "gave up" in words:
+            # What is under way here has a deadline of its own.
+            text = words["gave up"]
+            self._end(lambda call: AbortedError(f"{self._label(call)}: {text}"), abort=False)
+        elif "refused" in words:
+            self._on_refusal(rank, words["refused"], words["text"])
+        elif "leaving" in words:
+            self._on_leaving(rank, words["leaving"])
+        elif "settled" in words:
+            self._settled[rank].set()
+
+    def _on_refusal(self, rank: int, number: int, text: str) -> None:
+        with self._lock:
+            if number in self._own_refusals:
+                return  # every rank's call was wrong
+
+            self._refused[number] = rank, text
+
+        if number <= self._calls.launched:
+            self._end(self._mismatch(rank, text))
+
+    def _on_leaving(self, rank: int, number: int) -> None:
+        self._left[rank] = number
+        if self._calls.launched > number:
+            self._end(self._without(rank))
+
+        if not self._queued:
+            return
+
+        def answer() -> None:
+            assert self._letters is not None
+            last = self._last
+            if last is not None:
+                with suppress(Exception):  # however it ended: nothing is read any more
+                    last[1].outcome()
+
+            self._letters.send(rank, {"settled": number})
+
+        threading.Thread(target=answer, name=f"{self._ctx.name} settles", daemon=True).start()
+
+    def _on_end(self, rank: int, error: DtorchError) -> None:
+        self._settled[rank].set()
+        if rank in self._left or self._closed:
+            return
+
+        self._end(self._as(error, f"(tag {TAG}): "))
+
+    # Errors
+
+    def _gave_up(self, call: str, text: str) -> StoreTimeoutError:
+        self._told = True
+        if self._over is not None:  # another rank was first
+            return StoreTimeoutError(text)
+
+        table = self._table()
+        late = one_line(text.partition(f"{call}: ")[2] or text)
+        reason = f"rank {self._ctx.rank} gave up on {call}: {late}"
+        self._tell_reason(reason)
+        self._end(lambda later: AbortedError(f"{self._label(later)}: {reason}"))
+        return StoreTimeoutError(f"{text}\n{table}" if table else text)
+
+    def _tell_reason(self, reason: str) -> None:
+        if self._letters is not None:
+            self._letters.send_all({"gave up": reason})
+
+    def _table(self) -> str:
+        """Who called what last. Asks the others, and waits a moment for their answers."""
+        if self._letters is None:
+            return f"last call of {self._calls.own()}; other hosts can't be asked"
+
+        asked = [rank for rank in self._letters.others if rank not in self._left]
+        number = self._calls.ask(asked)
+        for rank in asked:
+            self._letters.send(rank, {"ask": number})
+
+        return self._calls.table(number, self._left)
+
+    def _mismatch(self, rank: int, text: str) -> Failure:
+        return lambda call: CollectiveMismatchError(f"{self._label(call)}: rank {rank} refused its part: {text}")
+
+    def _without(self, rank: int) -> Failure:
+        pid, number = self._ctx.topology[rank].pid, self._left[rank]
+        text = f"rank {rank} (pid {pid}) has left {self._ctx.label} (closed it or returned) after its call #{number}"
+        return lambda call: PeerLostError(f"{self._label(call)}: {text}, so nobody can take its part any more")
+
+    def _as(self, error: DtorchError, head: str) -> Failure:
+        """The store's error, of other calls: its text begins after ``head``."""
+        kind, text = type(error), str(error)
+        reason = text.partition(head)[2] or text
+        return lambda call: kind(f"{self._label(call)}: {reason}")
+
+    def _raise_over(self, call: str) -> None:
+        assert self._over is not None
+        self._told = True
+        raise self._over(call)
+
+    def _label(self, call: str) -> str:
+        return f"group {self._ctx.name!r}, rank {self._ctx.rank}, {call}"
+
+
+class _Same(Declared):
+    """Joint work that only compares what the ranks call."""
+
+    __slots__ = ("_label",)
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def __call__(self, offers: Sequence[Offer]) -> Sequence[Task]:
+        compare(self._label, [offer.note for offer in offers])
+        return ()
+
+    def results(self, notes: Sequence[str], shapes: Shapes) -> Sequence[Result]:
+        compare(self._label, notes)
+        return ()

@@ -1,0 +1,88 @@
+"""Messages between ranks that have a GPU each: through the control store, so that a send waits for nobody."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtorch_core import CollectiveMismatchError, streams
+from dtorch_core._shapes import Shape, describe
+from dtorch_core.mail import Receipt
+
+
+class MessageWork:
+    """A receive: into the caller's memory, or, without any, whatever arrives. On this rank's device in the end."""
+
+    def __init__(self, receipt: Receipt, out: Tensor | None, device: torch.device, timeout: float, label: str) -> None:
+        self._receipt, self._out, self._device, self._timeout, self._label = receipt, out, device, timeout, label
+        self._lock = threading.Lock()
+        self._result: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._source = -1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the message; on CUDA the current stream is ordered after it."""
+        message, source = self._receipt.wait(self._timeout if timeout is None else timeout.total_seconds())
+        with self._lock:
+            if self._result is None:
+                self._source = source
+                self._result = self._stored(self._here(message), source)
+                self._ready = streams.record(self._result)
+            else:
+                streams.order_after(self._ready, self._result)  # this thread's stream may be another one
+
+        return True
+
+    def result(self) -> list[Tensor | None]:
+        """The message, once it was waited for."""
+        return [self._result]
+
+    def is_completed(self) -> bool:
+        return self._receipt.done()
+
+    def cancel(self) -> bool:
+        """Expect the message no more; False if it is here."""
+        return self._receipt.cancel()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Done when the message is here."""
+        devices = [self._device] if self._device.type == "cuda" else None
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+
+        def follow() -> None:
+            try:
+                self.wait(timedelta(0))
+                future.set_result(self.result())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._receipt.add_done_callback(follow)
+        return future
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def _here(self, message: Tensor) -> Tensor:
+        if message.device == self._device:
+            return message
+
+        # It lies on its sender's GPU, and is this rank's: it goes when it has been copied.
+        copy, done = streams.copy_to_device(message, self._device)
+        streams.order_after(done, copy)
+        return copy
+
+    def _stored(self, message: Tensor, source: int) -> Tensor:
+        if self._out is None:
+            return message
+
+        if Shape.of(self._out) != Shape.of(message):
+            raise CollectiveMismatchError(
+                f"{self._label}: rank {source} sent {describe(message)}, and out= is {describe(self._out)}"
+            )
+
+        self._out.detach().copy_(message)
+        return self._out

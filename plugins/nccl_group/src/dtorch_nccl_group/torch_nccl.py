@@ -1,0 +1,71 @@
+"""torch's ProcessGroupNCCL: the one place that knows it. Whoever has the same functions can take its place."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEVICE_TYPE = "cuda"
+KIND = dist.ProcessGroup.BackendType.NCCL
+QUEUED = True
+"""A call returns when its kernel is queued, and is not over then."""
+
+_SETTINGS = {
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "2",  # clean up, and do not end the process
+    ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # nor because the watchdog is slow
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "0",  # nor after writing a dump
+    ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",  # and end the kernel at once, not four times so much later
+}
+"""What torch reads from the environment when a group is made, where the user has not set it."""
+
+_environment = threading.Lock()
+
+
+def version() -> str:
+    """The version of the NCCL that this torch has, as ``"2.28.9"``; empty where it has none."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return ""
+
+    found = torch.cuda.nccl.version()
+    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+
+
+def backend(store: dist.Store, rank: int, world_size: int, timeout: float, name: str) -> Any:  # noqa: ANN401
+    """A ProcessGroupNCCL that never ends the process."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    options.global_ranks_in_group = list(range(world_size))
+    options.group_name = name  # type: ignore[assignment]  # a str under another name
+    with _settings():
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def connect(made: Any, device: torch.device, timeout: float) -> None:  # noqa: ANN401
+    """Make the communicator, on this device: what comes later finds it, and never guesses the device.
+
+    Not by c10d's eager connection, after which messages of torch.distributed would be queued behind all else.
+    """
+    opts = dist.AllreduceOptions()
+    opts.timeout = timedelta(seconds=timeout)
+    with torch.cuda.device(device):
+        made.allreduce([torch.zeros(1, device=device)], opts).wait(timedelta(seconds=timeout))
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    # The environment belongs to the whole process: one thread at a time, and not longer than it takes.
+    with _environment:
+        added = [names[0] for names in _SETTINGS if not any(name in os.environ for name in names)]
+        os.environ.update({names[0]: value for names, value in _SETTINGS.items() if names[0] in added})
+        try:
+            yield
+        finally:
+            for name in added:
+                os.environ.pop(name, None)
