@@ -1,6 +1,8 @@
 """The file store: the contract of every store, and what is this one's own."""
 
+import errno
 import gc
+import itertools
 import os
 import resource
 import socket
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dtorch_file_store import opening
+from dtorch_file_store import opening, segments
 from dtorch_file_store.directory import VARIABLE
 from dtorch_file_store.link import Link
 from dtorch_file_store.wire import frame
@@ -381,6 +383,61 @@ class TestOpening:
             return time.monotonic() - begun
 
         assert max(run_ranks(rank, 4, 2 * LIMIT)) < LIMIT / 2
+
+
+    @pytest.mark.parametrize("number", [0, 1], ids=["to listen", "to connect"])
+    def test_rank_that_has_no_descriptor_left(self, monkeypatch, number):
+        """The others learn it at once, with the reason and the way out."""
+        real, calls = socket.socket, itertools.count()
+
+        def make(*given, **named):
+            if threading.current_thread().name == "rank 1" and next(calls) == number:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+            return real(*given, **named)
+
+        def rank(ctx):
+            begun = time.monotonic()
+            with pytest.raises(DtorchError, match="rank 1.*Too many open files.*ulimit -n"):
+                ctx.open_store("own", backend="file", timeout=LIMIT)
+
+            return time.monotonic() - begun
+
+        monkeypatch.setattr(socket, "socket", make)
+        assert max(run_ranks(rank, 3, 2 * LIMIT)) < LIMIT / 2
+
+
+@pytest.mark.usefixtures("node_each")
+class TestNoRoomToMap:
+    """A consumer can't map what a peer has published. Its share stays its own."""
+
+    @pytest.mark.parametrize("again", [True, False])
+    def test_get_can_be_repeated_or_given_up(self, monkeypatch, again):
+        real, calls = segments._map, itertools.count()
+
+        def refuse(fd, size):
+            if threading.current_thread().name == "rank 1" and next(calls) == 0:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+            return real(fd, size)
+
+        def rank(ctx):
+            with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
+                if store.rank == 0:
+                    store.src_set("k", values(3, 1 << 16), 1)
+                    store.src_wait_until_get_finished("k")
+                    return
+
+                with pytest.raises(DtorchError, match="can't be mapped: Cannot allocate memory"):
+                    store.dest_get("k")
+
+                if again:
+                    assert torch.equal(store.dest_get("k"), values(3, 1 << 16))
+
+                store.dest_finish_get("k")
+
+        monkeypatch.setattr(segments, "_map", refuse)
+        run_ranks(rank, 2, LIMIT)
 
 
 def held():

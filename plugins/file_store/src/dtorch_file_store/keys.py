@@ -142,6 +142,11 @@ class Keys:
         taken: Publication = waiter.result
         return taken
 
+    def keep(self, rank: int, publication: Publication) -> None:
+        """The share that a rank has taken is still its own: the next get has it, and a finish gives it up."""
+        with self._node.mutex:
+            self._shares.keep(publication, rank)
+
     def borrowed(self, rank: int, key: str) -> Publication | None:
         """What ``rank`` has borrowed under the key. Takes no mutex: nobody else ends this rank's borrows."""
         return self._table.borrowed(rank, key)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -95,6 +96,8 @@ class _Meeting:
         self._nodes = max(homes) + 1
         self._directory: SessionDirectory | None = None
         self._listener: socket.socket | None = None
+        self._awaited = False
+        """Other nodes may wait for its connection."""
         self._hello = frame(_HELLO, self._token, self._index, "")
         self.listening: Future[None] = Future()
         self.connected: Future[Session] = Future()
@@ -112,22 +115,25 @@ class _Meeting:
                 "world_size": self._ctx.world_size,
             }
             self._directory = SessionDirectory(self._token, self._index, about)
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind(self._directory.socket_path(self._index))
-            self._listener.listen(self._nodes)
+            with self._said("can't listen for other processes"):
+                self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._listener.bind(self._directory.socket_path(self._index))
+                self._listener.listen(self._nodes)
 
         self.listening.set_result(None)
 
     def connect(self) -> None:
         """Make the session, once all nodes listen."""
-        node = Node(self._ctx.label, self._index, self._homes, self._pids)
-        session = Session(node, self._ctx.topology)
-        try:
-            node.connect([] if self._listener is None else self._links(self._listener))
-        except BaseException:
-            node.close()
-            session.let_go()
-            raise
+        self._awaited = True
+        with self._said("can't connect with other processes"):
+            node = Node(self._ctx.label, self._index, self._homes, self._pids)
+            session = Session(node, self._ctx.topology)
+            try:
+                node.connect([] if self._listener is None else self._links(self._listener))
+            except BaseException:
+                node.close()
+                session.let_go()
+                raise
 
         self._stop_listening()
         node.on_end = self.close
@@ -139,8 +145,24 @@ class _Meeting:
             if not step.done():
                 step.set_exception(error)
 
-        self._stop_listening()
+        self._stop_listening()  # which also frees the descriptor that telling takes
+        if self._awaited:
+            self._tell(error)
+
         self.close()
+
+    @contextlib.contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except DtorchError:
+            raise
+        except OSError as error:
+            hint = "; raise the limit (ulimit -n)" if error.errno == errno.EMFILE else ""
+            # Without its cause, which is all that the others would be told.
+            raise DtorchError(
+                f"{self._ctx.label}, rank {self._ctx.rank}: {what}: {error.strerror or error}{hint}"
+            ) from None
 
     def _stop_listening(self) -> None:
         if self._listener is not None and self._directory is not None:
@@ -155,8 +177,7 @@ class _Meeting:
                 links.append(self._connect(other, self._hello))
 
             return links + self._accept(listener, range(self._index + 1, self._nodes))
-        except BaseException as error:
-            self._tell(error)
+        except BaseException:
             for link in links:
                 link.close()
 
@@ -166,7 +187,7 @@ class _Meeting:
         """Tell those that wait for this node's connection. The others learn it from the opening."""
         text = f"{type(error).__name__}: {error}"
         for other in range(self._index):
-            with contextlib.suppress(DtorchError):  # it has given up itself, or has us already
+            with contextlib.suppress(DtorchError, OSError):  # it has given up itself, or has us already
                 self._connect(other, frame(_FAILED, self._token, self._index, text)).close()
 
     def close(self) -> None:

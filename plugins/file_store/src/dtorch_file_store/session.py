@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dtorch_core import Topology
-from dtorch_core.errors import AbortedError, ProtocolError
+from dtorch_core.errors import AbortedError, DtorchError, ProtocolError
 from dtorch_core.presence import Failure, settle
 from dtorch_file_store.arena import Arena, Mapping, Segment
 from dtorch_file_store.gates import Gate
@@ -173,11 +173,17 @@ class Session:
     # Shared memory of peers
 
     def mapping(self, node: int, number: int) -> Mapping:
-        """A peer's segment; mapped when it is first needed."""
+        """A peer's segment; mapped when it is first needed.
+
+        :raises DtorchError: if the system has no room for that.
+        """
         with self._mapping:
             found = self._segments[node, number]
             if not isinstance(found, Mapping):
-                found = self._segments[node, number] = Mapping(*found)
+                fd, size = found
+                found = Mapping(_copy(fd), size)  # if that fails, it can be tried again
+                self._segments[node, number] = found
+                os.close(fd)
 
             return found
 
@@ -283,6 +289,15 @@ class Session:
 
         woken = settle(self.keys.waiters(), failure_of)
         return woken + [waiter for gate in gates for waiter in gate.end(failure_of)]
+
+
+def _copy(fd: int) -> int:
+    try:
+        return os.dup(fd)
+    except OSError as error:
+        raise DtorchError(
+            f"a peer's shared memory can't be mapped: {error.strerror}; raise the limit (ulimit -n)"
+        ) from error
 
 
 def _forked() -> None:

@@ -73,7 +73,11 @@ class FileTensorStore(TensorStore):
         publication = self._session.keys.get(self.rank, key, self._seconds(timeout))
         value = publication.value
         assert value is not None, "a value is kept while anybody borrows it"
-        return value.borrow(stream)
+        try:
+            return value.borrow(stream)
+        except BaseException:
+            self._session.keys.keep(self.rank, publication)
+            raise
 
     def dest_finish_get(self, key: str, *, stream: torch.cuda.Stream | None = None) -> None:
         if self._session.node.forked:
