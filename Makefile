@@ -49,7 +49,7 @@ upstream: $(VENV)/.upstream
 
 # Measured beside its peers and the machine's own limits; BENCH="--help" says what there is.
 bench: $(VENV)/.workspace
-	$(RUN) -W "ignore:Failed to initialize NumPy" -m benchmarks --device "$(DEVICE)" $(BENCH)
+	$(RUN) -m dtorch_core bench --device "$(DEVICE)" $(BENCH)
 
 lint: $(VENV)/.tools
 	$(RUN) -m ruff check

@@ -1,4 +1,1 @@
-"""Measures collectives and exchanges beside what a user would pick instead, and beside what the machine allows.
-
-``python -m benchmarks --help`` says how to run it.
-"""
+"""``python -m benchmarks`` is ``dtorch bench``."""

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import dtorch_core
-from dtorch_core.cli import check, doctor, explain, plugins, run
+from dtorch_core.cli import bench, check, doctor, explain, plugins, run
 from dtorch_core.errors import DtorchError
 
-COMMANDS = (plugins, explain, doctor, check, run)
+COMMANDS = (plugins, explain, doctor, check, run, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

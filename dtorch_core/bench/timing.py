@@ -37,6 +37,11 @@ class Series:
         """How often ``to``'s time goes into ``name``'s: the median of the rounds' ratios."""
         return median(a / b for a, b in zip(self.rounds[name], self.rounds[to], strict=True))
 
+    def fraction(self, name: str, of: Sequence[str]) -> float:
+        """How much of ``name``'s time the longest of the subjects ``of`` takes: the median of the rounds'."""
+        limits: list[float] = [max(each) for each in zip(*[self.rounds[limit] for limit in of], strict=True)]
+        return median(limit / seconds for limit, seconds in zip(limits, self.rounds[name], strict=True))
+
     def __contains__(self, name: str) -> bool:
         return name in self.rounds
 

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.cells import Buffers, Cell
-from benchmarks.team import Team
+from dtorch_core.bench.cells import Buffers, Cell
+from dtorch_core.bench.team import Team
 
 HAND_OFF = "hand-off"
 """Two threads, two locks: wake the other one, be woken by it."""

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.team import PATIENCE, pin
+from dtorch_core.bench.team import PATIENCE, pin
 
 Timed = Callable[[int], float]
 """Seconds for one call, from so many calls in a row."""
 
-Serve = Callable[[int, int, str, Connection], None]
-"""What a process does: its rank, the world size, the path of a file to meet at, and where it is asked."""
+Serve = Callable[..., None]
+"""What a process does: of its rank, the world size, the path of a file to meet at, where it is asked, and more."""
 
 
 class Crew:
     """The processes of one world. They sleep while others are measured."""
 
-    def __init__(self, ranks: int, serve: Serve) -> None:
+    def __init__(self, ranks: int, serve: Serve, *more: object) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         meeting = str(Path(self._folder.name) / "meeting")
         self._pipes, self._processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(serve, rank, ranks, meeting, theirs), daemon=True)
+            process = context.Process(target=_run, args=(serve, rank, ranks, meeting, theirs, more), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -91,6 +92,7 @@ def answer(pipe: Connection, prepare: Callable[..., Timed]) -> None:
             pipe.send(prepared[name](*rest))
 
 
-def _run(serve: Serve, rank: int, ranks: int, meeting: str, pipe: Connection) -> None:
+def _run(serve: Serve, rank: int, ranks: int, meeting: str, pipe: Connection, more: tuple[object, ...]) -> None:
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     pin(rank)
-    serve(rank, ranks, meeting, pipe)
+    serve(rank, ranks, meeting, pipe, *more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from dtorch_core.bench.sizes import MIB, size
+
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+CHECKED = 64 * MIB
+"""The values of larger calls are not looked at, but those of one of this size: to check takes as much memory again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,28 @@ class Cell:
 
     @property
     def small(self) -> bool:
-        """Its cost is that of the threads' hand-offs, not of the bytes."""
+        """Its cost is that of the hand-offs, not of the bytes."""
         return self.nbytes <= 4096
+
+    @property
+    def held(self) -> int:
+        """Bytes of all ranks' tensors."""
+        return 4 * self.ranks * (self.given + self.taken)
+
+    @property
+    def given(self) -> int:
+        """Elements of each rank's input: as many for every rank."""
+        return self.nbytes // 4 // self.ranks * self.ranks
+
+    @property
+    def taken(self) -> int:
+        """Elements of what each rank writes beside its input."""
+        of = {"all_gather": self.ranks * self.given, "all_to_all": self.given}
+        of["reduce_scatter"] = self.given // self.ranks
+        return of.get(self.operation, 0)
+
+    def __str__(self) -> str:
+        return ", ".join([self.operation, *([size(self.nbytes)] if self.nbytes else []), f"{self.ranks} ranks"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +64,9 @@ class Buffers:
 
     @classmethod
     def of(cls, cell: Cell, rank: int) -> Buffers:
-        given = torch.arange(cell.nbytes // 4, dtype=torch.float32, device=cell.device)
+        given = torch.arange(cell.given, dtype=torch.float32, device=cell.device)
         given.remainder_(1000).add_(1000 * rank)
-        share = {"all_gather": cell.ranks * given.numel(), "all_to_all": given.numel()}
-        share["reduce_scatter"] = given.numel() // cell.ranks
-        taken = torch.empty(share.get(cell.operation, 0), dtype=torch.float32, device=cell.device).fill_(-1)
+        taken = torch.empty(cell.taken, dtype=torch.float32, device=cell.device).fill_(-1)
         return cls(given, taken)
 
 
@@ -86,6 +108,11 @@ def _begin(cell: Cell, group: dist.ProcessGroup, buffers: Buffers) -> Callable[[
     return lambda: group.barrier(c10d.BarrierOptions())
 
 
+def checked(cell: Cell) -> Cell:
+    """The call that is checked instead of measured."""
+    return replace(cell, nbytes=min(cell.nbytes, CHECKED))
+
+
 def check(cell: Cell, rank: int, buffers: Buffers, inputs: Sequence[Tensor]) -> None:
     """A call on these inputs gave the right values: what is measured is the collective, not its absence.
 
@@ -102,8 +129,3 @@ def check(cell: Cell, rank: int, buffers: Buffers, inputs: Sequence[Tensor]) -> 
     }[cell.operation]()
     if not torch.equal(found, wanted):
         raise AssertionError(f"{cell}: rank {rank} has wrong values")
-
-
-def size(nbytes: int) -> str:
-    """``64 MiB``."""
-    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"

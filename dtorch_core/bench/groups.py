@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import dtorch_core
-from benchmarks.cells import Buffers, Cell, call, check
-from benchmarks.team import Team
+from dtorch_core.bench.cells import Buffers, Cell, call, check, checked
+from dtorch_core.bench.team import Team
 
-DTORCH = "dtorch"
+DTORCH = "dtorch, threads"
 THREADED = "MultiThreadedPG"
 
 
@@ -58,6 +58,7 @@ class ThreadSubject:
         self._check(group, cell)
 
     def _check(self, group: Ours | Threaded, cell: Cell) -> None:
+        cell = checked(cell)
         fresh = [Buffers.of(cell, rank) for rank in range(self._team.size)]
         inputs = [buffers.given.clone() for buffers in fresh]
         self._team.run(lambda rank: call(cell, group.members[rank], fresh[rank])())

@@ -1,0 +1,122 @@
+"""Collectives of thread ranks and of process ranks beside their peers and the floors, measured by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+
+from dtorch_core.bench.cells import OPERATIONS, Buffers, Cell
+from dtorch_core.bench.crew import Crew, CrewSubject
+from dtorch_core.bench.floors import FLOOR, HAND_OFF, Floor, HandOff
+from dtorch_core.bench.groups import DTORCH, THREADED, Ours, Threaded, ThreadSubject
+from dtorch_core.bench.peers import GLOO, NCCL, gloo_crew, nccl_crew, peer_subject, why_no_nccl
+from dtorch_core.bench.processes import SOCKET, group_crew
+from dtorch_core.bench.sizes import room, size
+from dtorch_core.bench.team import Team
+from dtorch_core.bench.timing import Series, Subject, interleave
+
+PROCESSES = "dtorch, processes"
+
+_LIMITS = {DTORCH: HAND_OFF, THREADED: HAND_OFF, PROCESSES: SOCKET, GLOO: SOCKET}
+"""What ranks that are threads, and ranks that are processes, need at least to hear of each other."""
+
+NO_BYTES = (HAND_OFF, SOCKET)
+"""Subjects that take as long whatever the size: they have no bandwidth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    device: str = "cpu"
+    ranks: Sequence[int] = (2,)
+    rounds: int = 5
+    ranks_as: Sequence[str] = ("threads", "processes")
+    gloo: bool = True
+    operations: Sequence[str] = OPERATIONS
+    sizes: Sequence[int] = ()
+    skipped: list[str] = field(default_factory=list)
+    """What was asked for and is not measured, and why; told while it is measured."""
+
+    def cells(self, ranks: int) -> Iterator[Cell]:
+        """The lines of the table for one world."""
+        for operation in self.operations:
+            for nbytes in (0,) if operation == "barrier" else self.sizes:
+                yield Cell(operation, nbytes, ranks, self.device)
+
+
+def limits(name: str, series: Series) -> list[str]:
+    """The subjects that a subject can't be faster than, whichever of them takes longer; none where nothing is known.
+
+    The floor moves the same bytes; a hand-off, or a round trip through a socket, is how one rank hears of another.
+    """
+    return [limit for limit in (FLOOR, _LIMITS[name]) if limit in series] if name in _LIMITS else []
+
+
+def measure(plan: Plan, progress: Callable[[str], None]) -> dict[Cell, Series]:
+    """Measure every cell of the plan for which there is memory."""
+    results: dict[Cell, Series] = {}
+    for ranks in plan.ranks:
+        with ExitStack() as stack:
+            world = _World(plan, ranks, stack)
+            for cell in plan.cells(ranks):
+                need, free = cell.held * world.copies, room(cell.device)
+                if need > free:
+                    plan.skipped.append(f"{cell}: needs {size(need)} of memory, and {size(free)} are free")
+                else:
+                    progress(str(cell))
+                    results[cell] = world.measure(cell, plan.rounds)
+
+    return results
+
+
+class _World:
+    """All subjects with so many ranks."""
+
+    def __init__(self, plan: Plan, ranks: int, stack: ExitStack) -> None:
+        self._threads = "threads" in plan.ranks_as
+        self._team = stack.enter_context(closing(Team(ranks)))
+        self._groups: list[Ours | Threaded] = []
+        if self._threads:
+            self._groups.append(stack.enter_context(closing(Ours(self._team, plan.device))))
+            self._groups.append(stack.enter_context(closing(Threaded(self._team))))
+
+        self._crews: dict[str, Crew] = {}
+        if "processes" in plan.ranks_as:
+            self._crews[PROCESSES] = stack.enter_context(closing(group_crew(ranks, plan.device)))
+
+        if plan.gloo:
+            self._crews[GLOO] = stack.enter_context(closing(gloo_crew(ranks)))
+
+        if plan.device != "cpu":
+            why = why_no_nccl(ranks)
+            if why is None:
+                self._crews[NCCL] = stack.enter_context(closing(nccl_crew(ranks)))
+            else:
+                plan.skipped.append(f"NCCL, {ranks} ranks: {why}")
+
+    @property
+    def copies(self) -> int:
+        """How often the tensors of a cell are there at once. Gloo has copies of its own."""
+        return 1 + sum(2 if name == GLOO else 1 for name in self._crews)
+
+    def measure(self, cell: Cell, rounds: int) -> Series:
+        """One line of the table."""
+        team = self._team
+        buffers = [Buffers.of(cell, rank) for rank in range(team.size)]
+        subjects: list[Subject] = [ThreadSubject(group, team, cell, buffers) for group in self._groups]
+        subjects += [
+            CrewSubject.of(name, crew, cell) if name == PROCESSES else peer_subject(name, crew, cell)
+            for name, crew in self._crews.items()
+        ]
+        if cell.nbytes:
+            subjects.append(Floor(team, cell, buffers))
+
+        if self._threads and team.size > 1:
+            subjects.append(HandOff(team))
+
+        if PROCESSES in self._crews and team.size > 1:
+            subjects.append(CrewSubject.of(SOCKET, self._crews[PROCESSES], SOCKET))
+
+        return interleave(subjects, rounds)

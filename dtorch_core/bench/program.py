@@ -1,0 +1,123 @@
+"""One run: measures what is asked for and can be measured here, and prints it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from dtorch_core._reasons import Kind
+from dtorch_core._selector import choose
+from dtorch_core._text import one_line
+from dtorch_core._topology import imagine
+from dtorch_core.bench import collectives, exchange, facts, goals, gpu_exchange, plot, report
+from dtorch_core.bench.collectives import Plan
+from dtorch_core.bench.load import OthersLoad
+
+TABLES = ("collectives", "exchange")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the results go, beside a table on ``out``."""
+
+    json: str | None = None
+    """A file; ``"-"`` for ``out``, in the tables' place."""
+    plot: Path | None = None
+
+
+def run(plan: Plan, tables: Sequence[str], output: Output, out: TextIO) -> None:
+    """Measure, and print.
+
+    :raises DtorchError: if nothing that is installed can serve these ranks.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        about, load = report.setting(plan.device), OthersLoad()
+        measured = _measured(plan, tables)
+    finally:
+        torch.set_num_threads(threads)
+
+    share = load.share()
+    about["taken by other programs"] = "unknown" if share is None else f"{share:.0%} of the cores' time"
+    fitted, found = list(report.lines(measured.collectives)), list(goals.of_all(measured))
+    if output.json is not None:
+        text = json.dumps(facts.facts(about, measured, fitted, found, plan.skipped), indent=1)
+        if output.json == "-":
+            print(text, file=out)
+        else:
+            Path(output.json).write_text(f"{text}\n", encoding="utf-8")
+
+    if output.json != "-":
+        print("\n".join(_text(about, plan, measured, found)), file=out)
+
+    if output.plot is not None:
+        plot.plot(measured.collectives, output.plot)
+
+
+def _measured(plan: Plan, tables: Sequence[str]) -> report.Measured:
+    measured = report.Measured()
+    if "collectives" in tables:
+        measured.collectives = collectives.measure(_served(plan, "group"), _progress)
+
+    if "exchange" in tables:
+        served = _served(plan, "store")
+        if plan.device == "cpu":
+            measured.exchange = exchange.measure(served, _progress)
+        elif "processes" in served.ranks_as:
+            measured.gpu_exchange = gpu_exchange.measure(plan.device, plan.rounds, plan.sizes, _progress)
+
+    _progress("")
+    return measured
+
+
+def _served(plan: Plan, kind: Kind) -> Plan:
+    """The plan without those ranks that nothing installed can serve.
+
+    :raises DtorchError: if none are left.
+    """
+    ranks_as, refusals = [], []
+    for how in plan.ranks_as:
+        topology = imagine(2, how, (plan.device,))
+        # A group works on a store for the same ranks.
+        kinds: set[Kind] = {kind, "store"}
+        whys = [refusal for of in sorted(kinds) if (refusal := choose(of, topology)[1]) is not None]
+        if whys:
+            refusals.append(whys[0])
+            plan.skipped.append(f"{kind}, ranks as {how}: {one_line(str(whys[0]))}")
+        else:
+            ranks_as.append(how)
+
+    if not ranks_as:
+        raise refusals[0]
+
+    return replace(plan, ranks_as=ranks_as)
+
+
+def _text(
+    about: Mapping[str, str], plan: Plan, measured: report.Measured, found: Sequence[report.Goal]
+) -> Iterator[str]:
+    yield ", ".join(f"{name} {value}" for name, value in about.items())
+    yield f"medians of {plan.rounds} rounds, the slowest rank's time; fractions are medians of the rounds' fractions"
+    for table in report.tables(measured):
+        yield ""
+        yield from table
+
+    if found:
+        yield ""
+        yield from report.goals_table(found)
+
+    if plan.skipped:
+        yield ""
+        yield from (f"skipped: {line}" for line in dict.fromkeys(plan.skipped))
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

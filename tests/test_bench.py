@@ -1,0 +1,305 @@
+"""``dtorch bench``: what it makes of its arguments and of what was measured; and one small run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import types
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dtorch_core.bench import collectives, exchange, facts, goals, plot, report, sizes
+from dtorch_core.bench.cells import OPERATIONS, Cell
+from dtorch_core.bench.collectives import PROCESSES, Plan
+from dtorch_core.bench.fit import fit
+from dtorch_core.bench.floors import FLOOR, HAND_OFF
+from dtorch_core.bench.groups import DTORCH, THREADED
+from dtorch_core.bench.peers import GLOO, NCCL
+from dtorch_core.bench.processes import SOCKET
+from dtorch_core.bench.sizes import GIB, KIB, MIB
+from dtorch_core.bench.timing import Series
+from dtorch_core.cli import bench, main
+
+
+@pytest.fixture
+def dtorch(capsys):
+    def run(*arguments):
+        capsys.readouterr()
+        status = main(["bench", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def times(nbytes):
+    """Three rounds in which each subject's time is a line of its own, and the second one was disturbed."""
+    lines = {DTORCH: (40e-6, 9), PROCESSES: (80e-6, 4), GLOO: (900e-6, 1), FLOOR: (1e-6, 10), NCCL: (60e-6, 100)}
+    lines[THREADED] = 90e-6, 0.5
+    found = {name: [fixed + nbytes / (speed * GIB)] * 3 for name, (fixed, speed) in lines.items()}
+    found |= {HAND_OFF: [50e-6] * 3, SOCKET: [60e-6] * 3}
+    return Series({name: [each[0], each[1] * 5, each[2]] for name, each in found.items()})
+
+
+@pytest.fixture
+def measured():
+    cells = [Cell("all_reduce", nbytes, 2, "cpu") for nbytes in (KIB, MIB, 64 * MIB)]
+    return report.Measured({cell: times(cell.nbytes) for cell in cells})
+
+
+class TestFit:
+    def test_points_of_a_line_give_the_line(self):
+        line = fit({nbytes: 35e-6 + nbytes / (7 * GIB) for nbytes in (KIB, MIB, 64 * MIB, GIB)})
+        assert line.fixed == pytest.approx(35e-6) and line.bandwidth == pytest.approx(7 * GIB)
+        assert line.seconds(MIB) == pytest.approx(35e-6 + MIB / (7 * GIB))
+
+    def test_small_size_counts_as_much_as_a_large_one(self):
+        # An error of a hundredth of the large size is 100 times the small size's time.
+        found = {KIB: 100e-6, 32 * KIB: 100e-6 + 32 * KIB / GIB, GIB: 1.01}
+        assert fit(found).fixed == pytest.approx(100e-6, rel=0.01)
+
+    def test_no_other_line_is_closer(self):
+        found = {KIB: 90e-6, MIB: 400e-6, 8 * MIB: 2e-3, 64 * MIB: 19e-3}
+        line = fit(found)
+
+        def squares(fixed, bandwidth):
+            return sum(((fixed + nbytes / bandwidth - seconds) / seconds) ** 2 for nbytes, seconds in found.items())
+
+        best = squares(*line)
+        for factor in (0.98, 1.02):
+            assert squares(line.fixed * factor, line.bandwidth) > best
+            assert squares(line.fixed, line.bandwidth * factor) > best
+
+    def test_time_that_does_not_grow_has_no_bandwidth(self):
+        line = fit({KIB: 80e-6, MIB: 60e-6})
+        assert math.isinf(line.bandwidth) and 60e-6 < line.fixed < 80e-6
+
+    def test_fixed_cost_is_never_negative(self):
+        line = fit({KIB: 1e-9, MIB: 100e-6, GIB: 0.3})
+        assert line.fixed == 0 and line.bandwidth > 0
+
+    def test_one_size_is_no_line(self):
+        with pytest.raises(ValueError, match="a line needs two sizes, not 1"):
+            fit({KIB: 1.0})
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("text", "nbytes", "said"),
+        [("1KiB", KIB, "1 KiB"), ("64 mib", 64 * MIB, "64 MiB"), ("1GiB", GIB, "1 GiB"), ("1536", 1536, "1.5 KiB")],
+    )
+    def test_size_is_read_and_said(self, text, nbytes, said):
+        if nbytes % KIB:
+            with pytest.raises(ValueError, match="multiple of 1 KiB"):
+                sizes.parse(text)
+        else:
+            assert sizes.parse(text) == nbytes
+
+        assert sizes.size(nbytes) == said
+
+    def test_memory_that_is_free_is_some(self):
+        assert 0 < sizes.room("cpu") < 2**63
+
+    def test_cell_that_has_no_room_is_skipped_with_a_line(self, monkeypatch):
+        monkeypatch.setattr(collectives, "room", lambda device: 100 * KIB)
+        monkeypatch.setattr(exchange, "room", lambda device: 100 * KIB)
+        plan = Plan(ranks_as=("threads",), gloo=False, operations=("all_gather",), sizes=(MIB,))
+        assert collectives.measure(plan, lambda text: None) == {}
+        assert plan.skipped == ["all_gather, 1 MiB, 2 ranks: needs 6 MiB of memory, and 100 KiB are free"]
+
+    @pytest.mark.parametrize("operation", OPERATIONS)
+    @pytest.mark.parametrize("ranks", [2, 3])
+    def test_what_a_cell_holds_is_what_its_buffers_are(self, operation, ranks):
+        from dtorch_core.bench.cells import Buffers
+
+        cell = Cell(operation, 0 if operation == "barrier" else KIB, ranks, "cpu")
+        buffers = [Buffers.of(cell, rank) for rank in range(ranks)]
+        assert cell.held == sum(each.given.nbytes + each.taken.nbytes for each in buffers)
+
+
+class TestReport:
+    def test_fraction_is_that_of_the_limit_that_takes_longer(self, measured):
+        small, _, large = measured.collectives.values()
+        assert collectives.limits(DTORCH, small) == [FLOOR, HAND_OFF]
+        assert small.fraction(DTORCH, [FLOOR, HAND_OFF]) == pytest.approx(50 / 40, rel=0.01)
+        assert large.fraction(DTORCH, [FLOOR, HAND_OFF]) == pytest.approx(9 / 10, rel=0.02)
+        assert collectives.limits(NCCL, small) == [] and collectives.limits(FLOOR, small) == []
+
+    def test_tables(self, measured):
+        first, second = [list(table) for table in report.tables(measured)]
+        head, small, _, large = first
+        assert head.split("  ")[0] == "2 ranks" and head.count("of limit") == 4
+        found = "40.1 us 1.25 80.2 us 0.75 901.0 us 0.07 1.1 us 60.0 us 91.9 us 0.54 50.0 us 60.0 us"
+        assert small.split() == ["all_reduce", "1", "KiB", *found.split()]
+        assert "6.98 ms" in large and "0.89" in large
+        assert second[0].split()[:6] == "2 ranks: time = fixed cost".split()
+        ours = next(line for line in second if DTORCH in line)
+        assert ours.split()[-4:] == ["40.0", "us", "9.00", "GiB/s"]
+        assert not any(HAND_OFF in line for line in second), "it has no bytes"
+
+    def test_facts_are_json_with_each_round(self, measured):
+        fitted = list(report.lines(measured.collectives))
+        found = list(goals.of_all(measured))
+        told = json.loads(json.dumps(facts.facts({"torch": "2"}, measured, fitted, found, ["one"])))
+        assert set(told) == {
+            "setting", "collectives", "lines", "exchange", "exchange on a gpu", "goals", "skipped"
+        }  # fmt: skip
+        cell = told["collectives"][0]
+        assert {name: cell[name] for name in ("operation", "bytes", "ranks", "device")} == {
+            "operation": "all_reduce", "bytes": KIB, "ranks": 2, "device": "cpu"
+        }  # fmt: skip
+        assert set(cell["subjects"]) == {
+            DTORCH, THREADED, PROCESSES, GLOO, NCCL, FLOOR, HAND_OFF, SOCKET
+        }  # fmt: skip
+        ours = cell["subjects"][DTORCH]
+        assert ours["limits"] == [FLOOR, HAND_OFF] and len(ours["rounds"]) == 3
+        assert ours["median_seconds"] == ours["rounds"][0]
+        assert ours["fraction_of_limit"] == pytest.approx(1.25, rel=0.01)
+        assert cell["subjects"][NCCL]["fraction_of_limit"] is None
+        line = next(line for line in told["lines"] if line["subject"] == GLOO)
+        assert line["fixed_seconds"] == pytest.approx(900e-6) and line["bytes_per_second"] == pytest.approx(GIB)
+        assert told["skipped"] == ["one"]
+
+    def test_goals_hold_or_are_missed(self, measured):
+        found = {goal.text: goal for goal in goals.of_all(measured) if goal.at_most is not None}
+        assert {text: (goal.at_most, goal.held) for text, goal in found.items()} == {
+            "all_reduce, 1 KiB: times a bare hand-off there and back": (0.9, True),
+            "all_reduce, 1 KiB, processes: times a round trip through a socket": (1.2, False),
+            "all_reduce, 64 MiB: times the blocked floor": (1.25, True),
+            "all_reduce, 64 MiB, processes: times the blocked floor": (1.8, False),
+        }
+        text = list(report.goals_table(list(found.values())))
+        assert len(text) == 5 and text[1].endswith("held") and text[2].endswith("MISSED")
+
+
+class Drawn:
+    """A stand-in for a part of matplotlib: it keeps what it is asked for."""
+
+    def __init__(self, **named):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args, **named: self.calls.append((name, args, named))
+
+
+class Figure(Drawn):
+    made = None
+
+    def subplots(self, rows, columns, squeeze):
+        Figure.made = self
+        self.axes = [[Drawn() for _ in range(columns)] for _ in range(rows)]
+        return self.axes
+
+
+class TestPlot:
+    def test_one_line_for_each_subject(self, measured, monkeypatch, tmp_path):
+        module = types.ModuleType("matplotlib.figure")
+        module.Figure = Figure
+        monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
+        barrier = {Cell("barrier", 0, 2, "cpu"): times(0)}
+        plot.plot({**measured.collectives, **barrier}, tmp_path / "x.png")
+        ((one,),) = Figure.made.axes
+        drawn = {named["label"]: args for name, args, named in one.calls if name == "plot"}
+        xs, ys = drawn[GLOO]
+        assert xs == [KIB, MIB, 64 * MIB]
+        assert ys[2] == pytest.approx(64 * MIB / (900e-6 + 64 * MIB / GIB) / GIB)
+        assert set(drawn) == {DTORCH, THREADED, PROCESSES, GLOO, NCCL, FLOOR}, "a hand-off moves no bytes"
+        assert ("savefig", (tmp_path / "x.png",), {"format": "png"}) in Figure.made.calls
+
+    def test_matplotlib_draws_it(self, measured, tmp_path):
+        pytest.importorskip("matplotlib")
+        plot.plot(measured.collectives, tmp_path / "x.png")
+        assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestCommand:
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--sizes", "12"], "a size is a multiple of 1 KiB, as in 1KiB, 64MiB or 1GiB, not '12'"),
+            (["--max-bytes", "much"], "not 'much'"),
+            (["--sizes", "1MiB", "--max-bytes", "1KiB"], "no size is left: all are larger than 1 KiB"),
+            (["--operations", "allreduce"], "no 'allreduce'. Did you mean 'all_reduce'? There are: all_reduce, "),
+            (["--device", "cuda:99"], "there is no cuda:99: torch sees "),
+            (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json can't be written"),
+            (["--ranks", "none"], "must be a number of at least 1"),
+        ],
+    )
+    def test_refusal(self, dtorch, arguments, said):
+        status, out, err = dtorch(*arguments)
+        assert (status, out) == (2, "")
+        assert said in err
+
+    def test_plot_without_matplotlib_is_refused_before_anything_is_measured(self, dtorch, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        status, out, err = dtorch("--plot", "x.png")
+        assert (status, out) == (2, "")
+        assert err == 'dtorch bench: error: --plot needs matplotlib: pip install "dtorch-core[bench]"\n'
+
+    def test_help_names_each_operation_and_size(self, dtorch):
+        words = dtorch("--help")[1].replace(",", " ").replace("(", " ").split()
+        assert set(OPERATIONS) <= set(words)
+        assert {sizes.size(nbytes).replace(" ", "") for nbytes in sizes.SIZES} <= set(words)
+
+    def test_sizes_end_at_the_largest(self):
+        def chosen(**named):
+            options = {"sizes": [], "max_bytes": None, "quick": False, "device": "cpu"}
+            return list(bench._sizes(types.SimpleNamespace(**options | named)))
+
+        assert chosen() == [nbytes for nbytes in sizes.SIZES if nbytes <= 64 * MIB]
+        assert chosen(device="cuda:0")[-1] == 256 * MIB
+        assert chosen(max_bytes="1GiB") == list(sizes.SIZES)
+        assert chosen(sizes=["1GiB", "1KiB"]) == [KIB, GIB]
+        assert chosen(quick=True) == [KIB, MIB, 64 * MIB]
+
+    def test_other_commands_do_not_import_it_and_it_imports_no_plugin(self):
+        code = (
+            "import dtorch_core.cli, sys\n"
+            "print([name for name in sys.modules if '.bench' in name])\n"
+            "import dtorch_core.bench.program\n"
+            "print([name for name in sys.modules if name.startswith('dtorch_') and not name.startswith('dtorch_core')])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.stdout == "['dtorch_core.cli.bench']\n[]\n", done.stderr
+
+    def test_what_is_not_installed_is_skipped_or_refused(self, dtorch, monkeypatch):
+        from dtorch_core import NoBackendError
+        from dtorch_core.bench import program
+
+        error = NoBackendError("no store\nhere")
+        monkeypatch.setattr(program, "choose", lambda kind, topology: (None, error if kind == "store" else None))
+        status, out, err = dtorch("--sizes", "1KiB")
+        assert (status, out) == (1, "") and err.startswith("dtorch bench: no store\nhere")
+
+
+class TestRun:
+    def test_one_operation_of_threads(self, dtorch, tmp_path):
+        pytest.importorskip("dtorch_samedevice_group")
+        path = tmp_path / "bench.json"
+        status, out, _ = dtorch(
+            "--only", "collectives", "--ranks", "2", "--ranks-as", "threads", "--no-gloo", "--rounds", "2",
+            "--operations", "all_reduce", "--sizes", "1KiB", "32KiB", "--json", str(path),
+        )  # fmt: skip
+        assert status == 0
+        assert "\nall_reduce  1 KiB " in out and "\nall_reduce  32 KiB " in out and "fixed cost" in out
+        told = json.loads(path.read_text())
+        assert [cell["bytes"] for cell in told["collectives"]] == [KIB, 32 * KIB]
+        for cell in told["collectives"]:
+            assert 0 < cell["subjects"][DTORCH]["fraction_of_limit"] < 20
+            assert len(cell["subjects"][DTORCH]["rounds"]) == 2
+
+    def test_exchange_of_processes(self, dtorch):
+        pytest.importorskip("dtorch_file_store")
+        status, out, _ = dtorch(
+            "--only", "exchange", "--ranks-as", "processes", "--rounds", "1", "--sizes", "1KiB", "--json"
+        )  # fmt: skip
+        assert status == 0
+        (one,) = json.loads(out)["exchange"]
+        assert set(one["subjects"]) == {*exchange._BY_CREW, exchange.PUBLISHED_SMALL, exchange.QUEUE}
+        assert all(each["median_seconds"] > 0 for each in one["subjects"].values())
