@@ -292,6 +292,15 @@ class Node:
             if not link.lost:
                 self._take(link)
 
+    def look_for(self, come: Callable[[], bool]) -> bool:
+        """Handle what arrives in the next moment, if answers have come soon of late; whether ``come`` holds then."""
+        for _ in self._watch.moment():
+            self.look()
+            if come():
+                return True
+
+        return False
+
     def _take(self, link: Link) -> None:
         with link.reading:
             messages = link.receive()

@@ -7,12 +7,13 @@ A part is a generator. It yields the number of an exchange that it can't go on w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from dtorch_core.declared import Declared, Place, Result, at_risk, compute
-from dtorch_core.joint import Offer
+from dtorch_core.joint import Offer, Task
 from dtorch_core.reduction import Rule
 from dtorch_file_store import arena, offers
 from dtorch_file_store.calls import Call
@@ -139,21 +140,30 @@ class Parts:
 
         call.awaited = list(node.links)
         staged = Staged(plan, node.index, flat, halves, _not_mapped, 0)
+        staging: Sequence[Task] = staged.stage(0)
+        computing: Sequence[Task] = ()
         for number in range(plan.steps):
-            for task in staged.stage(number):
+            for task in staging:
                 task()
 
             with node.mutex:
                 node.tell_all(frame("staged", call.key, number, *(place if number == 0 else ())))
 
             node.after()
-            yield number
+            # What is next is laid out while the words travel.
+            computing = staged.compute(number) if number else ()
+            staging = staged.stage(number + 1) if number + 1 < plan.steps else ()
+            if not node.look_for(partial(_have_said, call, number)):
+                yield number
+
             if number == 0:
                 for peer, (segment, offset, size) in call.halves.items():
                     if size:
                         halves[peer] = self._mapping(peer, segment).bytes(offset, 2 * size).split(size)
 
-            for task in staged.compute(number):
+                computing = staged.compute(0)
+
+            for task in computing:
                 task()
 
         flat.finish()
@@ -196,6 +206,10 @@ def _from_values(
 def _rounds_by_place(rule: Rule | None) -> bool:
     """Only whoever computes it knows the last bits: see :func:`dtorch_core.declared.compute`."""
     return rule is not None and rule.op == "product" and rule.dtype.is_complex
+
+
+def _have_said(call: Call, number: int) -> bool:
+    return all(call.said.get(node, -1) >= number for node in call.awaited)
 
 
 def _not_mapped(place: Place) -> Tensor:

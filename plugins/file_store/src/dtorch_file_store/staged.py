@@ -78,7 +78,7 @@ class Staged:
         self._plan, self._process, self._flat = plan, process, flat
         self._halves, self._remote, self._turn = halves, remote, turn
         self._number, self._step = -1, Step((), ())
-        self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._runs: dict[tuple[int, int, int, int, torch.dtype], Tensor] = {}
 
     def stage(self, number: int) -> Sequence[Task]:
         """What is to be done before the exchange of step ``number``, in any order."""
@@ -110,11 +110,13 @@ class Staged:
 
     def _run(self, spot: Spot, block: Block, flat: Mapping[Place, Tensor], half: int) -> Tensor:
         if spot.place is None:
-            key = spot.process, half, block.dtype
-            if key not in self._typed:
-                self._typed[key] = self._halves[spot.process][half][: self._plan.half_bytes].view(block.dtype)
+            key = spot.process, half, spot.start, block.length, block.dtype
+            run = self._runs.get(key)
+            if run is None:  # most steps are cut alike
+                end = spot.start + block.length * block.dtype.itemsize
+                run = self._runs[key] = self._halves[spot.process][half][spot.start : end].view(block.dtype)
 
-            return self._typed[key].narrow(0, spot.start // block.dtype.itemsize, block.length)
+            return run
 
         tensor = flat[spot.place] if spot.process == self._process else self._remote(spot.place)
         return tensor.narrow(0, spot.start, block.length)

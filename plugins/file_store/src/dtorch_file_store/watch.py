@@ -139,6 +139,13 @@ class Watch:
         self._looks = time.monotonic() - start < SHORT
         return events
 
+    def moment(self) -> Iterator[None]:
+        """Again and again, for as long as it is worth to look; in between the core is offered to others."""
+        until = time.monotonic() + self.looking
+        while self._looks and time.monotonic() < until:
+            yield
+            os.sched_yield()
+
     def close(self) -> None:
         """Let go of all descriptors but those of the connections."""
         for fd in self._processes:
