@@ -24,6 +24,7 @@ from dtorch_file_store.cuda.driver import Driver, DriverError, driver
 from dtorch_file_store.cuda.exports import Exports
 from dtorch_file_store.cuda.imports import Imports
 from dtorch_file_store.cuda.signals import Mark, OwnSignals, PeerSignals
+from dtorch_file_store.link import LOST, lost
 from dtorch_file_store.node import Node
 from dtorch_file_store.waiting import Waiter
 from dtorch_file_store.wire import Message, frame
@@ -223,6 +224,9 @@ class Gpu:
         with self._mutex:
             self._check_open()
             found = self._peers[home]
+            if found == LOST:
+                raise lost(self.node.presence.label, "a peer's signals")
+
             if isinstance(found, int):
                 found = self._peers[home] = PeerSignals(driver(), found)
                 if home in self.node.gone:
@@ -271,10 +275,10 @@ class Gpu:
             here.imports.close()
 
         for peer in self._peers.values():
-            if isinstance(peer, int):
-                os.close(peer)
-            else:
+            if isinstance(peer, PeerSignals):
                 peer.close()
+            elif peer != LOST:
+                os.close(peer)
 
         for each in copies:
             each.close()
@@ -289,10 +293,10 @@ class Gpu:
 
     def _on_signals(self, peer: int, message: Message) -> Iterable[Waiter]:
         fd = self.node.links[peer].take_fd()
-        if self._closed:
-            os.close(fd)
-        else:
+        if not self._closed:
             self._peers[peer] = fd
+        elif fd != LOST:
+            os.close(fd)
 
         return ()
 

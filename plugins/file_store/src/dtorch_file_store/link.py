@@ -10,12 +10,24 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
+from dtorch_core.errors import DtorchError
 from dtorch_file_store.wire import Message, Reader
 
 _RECEIVE = 64 * 1024
 _FDS = 64
+LOST = -1
+"""Stands for a descriptor that a process could not take, since it has as many as it may have."""
+
 _TOGETHER = 64 * 1024
 """Bytes from which on messages are not joined: what a peer that does not read leaves here is not copied again."""
+
+
+def lost(label: str, what: str) -> DtorchError:
+    """What is raised where a descriptor is needed that is :data:`LOST`."""
+    return DtorchError(
+        f"{label}: this process had no descriptor left for {what}, and can't read what lies there; raise the limit "
+        f"(ulimit -n), and open {label} anew"
+    )
 
 
 def ready(descriptors: Iterable[int], seconds: float, event: int = select.POLLIN) -> set[int]:
@@ -124,7 +136,7 @@ class Link:
     def _pull(self) -> bytes | None:
         """Some bytes; none at the end of the stream, None if there is nothing to read now."""
         try:
-            data, ancillary, _, _ = self.socket.recvmsg(_RECEIVE, socket.CMSG_SPACE(_FDS * 4))
+            data, ancillary, flags, _ = self.socket.recvmsg(_RECEIVE, socket.CMSG_SPACE(_FDS * 4))
         except BlockingIOError:
             return None
         except OSError:
@@ -136,10 +148,16 @@ class Link:
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                 self._fds.extend(fds)
 
+        if flags & socket.MSG_CTRUNC:
+            self._fds.append(LOST)  # each comes alone: see _send()
+
         return data
 
     def take_fd(self) -> int:
-        """The descriptor that came with the message now being read; the caller closes it."""
+        """The descriptor that came with the message now being read; the caller closes it.
+
+        It is :data:`LOST` where this process had no room for it.
+        """
         return self._fds.popleft()
 
     def close(self) -> None:
@@ -147,7 +165,9 @@ class Link:
         self.lost = True
         self.socket.close()
         while self._fds:
-            os.close(self._fds.popleft())
+            taken = self._fds.popleft()
+            if taken != LOST:
+                os.close(taken)
 
         while self._out:
             _, fd = self._out.popleft()

@@ -19,6 +19,7 @@ from dtorch_file_store.gpu_values import MappedGpuValue, UploadedValue
 from dtorch_file_store.joint import Joint
 from dtorch_file_store.keys import Keys
 from dtorch_file_store.letters import Letters
+from dtorch_file_store.link import LOST, lost
 from dtorch_file_store.node import LINGER, Node
 from dtorch_file_store.tensors import Layout
 from dtorch_file_store.values import ArrivedValue, MappedValue, Value
@@ -165,7 +166,7 @@ class Session:
             for found in self._segments.values():
                 if isinstance(found, Mapping):
                     found.close()
-                else:
+                elif found[0] != LOST:
                     os.close(found[0])
 
             self._segments.clear()
@@ -181,6 +182,9 @@ class Session:
             found = self._segments[node, number]
             if not isinstance(found, Mapping):
                 fd, size = found
+                if fd == LOST:
+                    raise lost(self.presence.label, "a peer's shared memory")
+
                 found = Mapping(_copy(fd), size)  # if that fails, it can be tried again
                 self._segments[node, number] = found
                 os.close(fd)
