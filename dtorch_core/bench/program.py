@@ -15,7 +15,7 @@ from dtorch_core._reasons import Kind
 from dtorch_core._selector import choose
 from dtorch_core._text import one_line
 from dtorch_core._topology import imagine
-from dtorch_core.bench import collectives, exchange, facts, goals, gpu_exchange, plot, report
+from dtorch_core.bench import collectives, exchange, facts, goals, gpu_exchange, plot, profile, report
 from dtorch_core.bench.collectives import Plan
 from dtorch_core.bench.load import OthersLoad
 
@@ -47,18 +47,32 @@ def run(plan: Plan, tables: Sequence[str], output: Output, out: TextIO) -> None:
     share = load.share()
     about["taken by other programs"] = "unknown" if share is None else f"{share:.0%} of the cores' time"
     fitted, found = list(report.lines(measured.collectives)), list(goals.of_all(measured))
-    if output.json is not None:
-        text = json.dumps(facts.facts(about, measured, fitted, found, plan.skipped), indent=1)
-        if output.json == "-":
-            print(text, file=out)
-        else:
-            Path(output.json).write_text(f"{text}\n", encoding="utf-8")
-
+    _write(facts.facts(about, measured, fitted, found, plan.skipped), output, out)
     if output.json != "-":
         print("\n".join(_text(about, plan, measured, found)), file=out)
 
     if output.plot is not None:
         plot.plot(measured.collectives, output.plot)
+
+
+def run_profile(plan: Plan, operation: str, output: Output, out: TextIO) -> None:
+    """Say where the time of one small collective goes, for ranks as threads and as processes.
+
+    :raises DtorchError: if nothing that is installed can serve these ranks.
+    """
+    served = _served(plan, "group")
+    found = []
+    for how in served.ranks_as:
+        _progress(f"{operation}, {how}")
+        found.append(profile.profile(operation, plan.sizes[0], plan.device, how, plan.rounds))
+
+    _progress("")
+    told = {"setting": report.setting(plan.device), "profiles": [each.to_dict() for each in found]}
+    _write(told, output, out)
+    if output.json != "-":
+        print("\n\n".join("\n".join(profile.text(each)) for each in found), file=out)
+        for line in plan.skipped:
+            print(f"skipped: {line}", file=out)
 
 
 def _measured(plan: Plan, tables: Sequence[str]) -> report.Measured:
@@ -98,6 +112,14 @@ def _served(plan: Plan, kind: Kind) -> Plan:
         raise refusals[0]
 
     return replace(plan, ranks_as=ranks_as)
+
+
+def _write(told: Mapping[str, object], output: Output, out: TextIO) -> None:
+    text = json.dumps(told, indent=1)
+    if output.json == "-":
+        print(text, file=out)
+    elif output.json is not None:
+        Path(output.json).write_text(f"{text}\n", encoding="utf-8")
 
 
 def _text(

@@ -115,7 +115,7 @@ def _table(head: tuple[str, str], rows: Mapping[tuple[str, str], Series], limits
 
         cells.append(line)
 
-    return _grid(cells, 2)
+    return grid(cells, 2)
 
 
 def _exchange_table(title: str, results: Mapping[int, Series], limits: Limits) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _exchange_table(title: str, results: Mapping[int, Series], limits: Limits) -
         for name in series.rounds:
             cells.append([name, size(nbytes), time(series.seconds(name)), _fraction(name, series, limits)])
 
-    return _grid(cells, 1)
+    return grid(cells, 1)
 
 
 def _lines_table(ranks: int, fitted: Sequence[Fitted]) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _lines_table(ranks: int, fitted: Sequence[Fitted]) -> Iterator[str]:
         speed = "-" if math.isinf(one.line.bandwidth) else f"{one.line.bandwidth / GIB:.2f} GiB/s"
         cells.append([one.operation, one.subject, f"{one.line.fixed * 1e6:.1f} us", speed])
 
-    return _grid(cells, 2)
+    return grid(cells, 2)
 
 
 def goals_table(goals: Sequence[Goal]) -> Iterator[str]:
@@ -144,7 +144,7 @@ def goals_table(goals: Sequence[Goal]) -> Iterator[str]:
         bound = f">= {goal.at_least:g}" if goal.at_least is not None else f"<= {goal.at_most:g}"
         cells.append([goal.text, bound, f"{goal.measured:.2f}", "held" if goal.held else "MISSED"])
 
-    return _grid(cells, 1)
+    return grid(cells, 1)
 
 
 def time(seconds: float) -> str:
@@ -157,7 +157,7 @@ def _fraction(name: str, series: Series, limits: Limits) -> str:
     return f"{series.fraction(name, of):.2f}" if of else "-"
 
 
-def _grid(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
+def grid(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
     """Lines; the first ``words`` columns are words, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
