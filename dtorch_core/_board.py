@@ -7,6 +7,7 @@ TCPStore asks a name server about each of them, and answers nobody meanwhile: se
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import weakref
@@ -20,6 +21,9 @@ REACH = 0.5
 """Seconds in which a server takes a connection, if there is one."""
 
 
+_all: weakref.WeakSet[Lines] = weakref.WeakSet()
+
+
 class Lines:
     """The connections of this process to one store."""
 
@@ -31,6 +35,7 @@ class Lines:
         self._free = [first]  # without a lock: append and pop are atomic
         self._lost: str | None = None
         """The server is gone, and how that was said."""
+        _all.add(self)
 
     @contextmanager
     def one(self) -> Iterator[dist.Store]:
@@ -70,6 +75,10 @@ class Lines:
             return False
 
         return True
+
+    def forget(self) -> None:
+        """In a forked child: the connections are the parent's, and what two processes say there would be mixed up."""
+        self._free.clear()
 
     def gone(self) -> bool:
         """Whether nobody takes connections any more."""
@@ -197,3 +206,11 @@ def own_line(store: dist.Store) -> dist.Store:
         return store  # written in Python, without clone()
 
     return line
+
+
+def _forked() -> None:
+    for lines in list(_all):
+        lines.forget()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -418,6 +419,21 @@ class TestConnections:
 
         board.set("k", "v")
         assert board.get("k") == b"v"
+
+    def test_forked_child_has_connections_of_its_own(self, proxy):
+        given = dist.TCPStore("127.0.0.1", proxy.port, None, False, wait_for_workers=False)
+        board = _board.board_in(given)
+        board.set("k", "v")
+        before = proxy.count
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(board.get("k") != b"v")
+
+        assert os.waitpid(child, 0)[1] == 0
+        assert proxy.count == before + 1
+        assert board.get("k") == b"v"
+        assert proxy.count == before + 1
 
     def test_server_that_takes_the_place_of_another_is_found(self, fake, monkeypatch):
         """Something is still open that was opened at the first one."""
