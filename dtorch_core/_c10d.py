@@ -110,14 +110,14 @@ def reduce_scatter(
     given = [_there(how, tensor) for tensor in inputs]
     if how.there is None and not _differ(given):
         taken = lay.outputs([output])[0]
-        whole = None if group.name() == "gloo" else as_one(given)  # whose Work is over in a wait alone
+        whole = as_one(given)
         if whole is None:
             work = group.reduce_scatter([taken], [given], opts)
         else:
             work = _single(group, "reduce_scatter_single", "_reduce_scatter_base")(taken.view(-1), whole, opts)
 
         _in_place(lay, how, output, len(inputs))
-        return _foreign(work, timeout, lay)
+        return _foreign(work, timeout, lay, lazy=group.name() == "gloo")
 
     # Of one size, since few groups take others: the largest.
     size = max(tensor.numel() for tensor in given)
@@ -129,7 +129,7 @@ def reduce_scatter(
     taken = mine.new_empty(size)
     work = group.reduce_scatter([taken], [list(padded)], opts)
     _back(lay, how, output, lambda: taken[: mine.numel()].view(mine.shape), len(inputs))
-    return _foreign(work, timeout, lay)
+    return _foreign(work, timeout, lay, lazy=group.name() == "gloo")
 
 
 def all_to_all(
@@ -284,6 +284,8 @@ def _single(group: dist.ProcessGroup, name: str, older: str) -> Callable[..., di
     return getattr(group, older) if method is None else method
 
 
-def _foreign(work: Any, timeout: float, lay: StandIns) -> dist.Work:  # noqa: ANN401 - a Work, or one of ours
+def _foreign(
+    work: Any, timeout: float, lay: StandIns, *, lazy: bool = False  # noqa: ANN401 - a Work, or one of ours
+) -> dist.Work:
     # It has what is used of a Work.
-    return ForeignWork(work, timeout, lay.cuda, lay.steps, lay.written)  # type: ignore[return-value]
+    return ForeignWork(work, timeout, lay.cuda, lay.steps, lay.written, lazy=lazy)  # type: ignore[return-value]

@@ -78,6 +78,12 @@ class Companion(Speaks, Protocol):
     def explain(self, call: str, error: Exception) -> Exception:
         """The error to raise where ``call`` raised ``error``, with what is known of the other ranks."""
 
+    def serve_torch(self, group: dist.ProcessGroup) -> None:
+        """The group becomes one of ``torch.distributed``, whose calls the companion does not see."""
+
+    def count_split(self) -> int:
+        """The number of a split of the group, equal on every rank."""
+
     def close(self) -> None:
         """End the group's part of this rank, the process group's too.
 

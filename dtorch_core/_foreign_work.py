@@ -27,13 +27,18 @@ class ForeignWork:
         cuda: bool,
         steps: Sequence[Callable[[], object]] = (),
         written: Sequence[Tensor] = (),
+        *,
+        lazy: bool = False,
     ) -> None:
+        """
+        :param lazy: the work ends while somebody waits for it, and not otherwise.
+        """
         self._work, self._timeout, self._cuda, self._steps, self._written = work, timeout, cuda, steps, written
         self._inference = torch.is_inference_mode_enabled() if steps else False
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._stored: list[torch.cuda.Event | None] | None = None
-        self._waited = False
+        self._waited, self._lazy = False, lazy
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As c10d's; may be called again, from any stream."""
@@ -93,12 +98,27 @@ class ForeignWork:
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Done when the results are where they belong."""
+        if self._lazy:
+            return self._of_a_thread()
 
         def store(future: torch.futures.Future[Any]) -> Any:  # noqa: ANN401
             self._store()
             return future.value()
 
         return self._work.get_future().then(store)
+
+    def _of_a_thread(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def follow() -> None:
+            try:
+                self.wait()
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=follow, name="waits for a work", daemon=True).start()
+        return future
 
     def _source_rank(self) -> int:
         return self._work._source_rank()

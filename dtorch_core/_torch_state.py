@@ -35,6 +35,9 @@ def adapt() -> None:
     for function in _asked():
         _ask_the_group(*function)
 
+    _ask_the_companion("shutdown", lambda beside: beside.close())
+    _ask_the_companion("abort", lambda beside: beside.abort())
+
 
 def missing() -> list[str]:
     """What :func:`adapt` would miss. Changes nothing."""
@@ -93,7 +96,7 @@ def _ask_the_group(name: str, parameter: str, ours: Callable[..., Any]) -> None:
             return original(*args, **named)  # raises as it did
 
         group = given.get(parameter) or distributed_c10d.GroupMember.WORLD
-        if is_ours(group):
+        if is_ours(group) or (ours is _split_group and is_accompanied(group)):
             return ours(group, **{key: value for key, value in given.items() if key in known})
 
         return original(*args, **named)
@@ -101,6 +104,30 @@ def _ask_the_group(name: str, parameter: str, ours: Callable[..., Any]) -> None:
     for module in (distributed_c10d, sys.modules["torch.distributed"]):  # while torch itself is being imported, too
         if getattr(module, name, None) is original:
             setattr(module, name, function)
+
+
+def _ask_the_companion(name: str, ours: Callable[[Any], None]) -> None:
+    """Call ``ours`` instead of c10d's method ``name`` of a group beside which a companion stands."""
+    if name in _adapted:
+        return
+
+    _adapted.add(name)
+    original = getattr(torch.distributed.ProcessGroup, name, None)
+    if original is None:
+        miss(f"torch.distributed's process groups have no {name}(): their companions do not hear of it")
+        return
+
+    @functools.wraps(original)
+    def method(self: Any) -> None:  # noqa: ANN401
+        from dtorch_core._extras import companion
+
+        beside = companion(self)
+        if beside is None:
+            original(self)
+        else:
+            ours(beside)
+
+    setattr(torch.distributed.ProcessGroup, name, method)
 
 
 def miss(text: str) -> None:
@@ -114,6 +141,13 @@ def is_ours(group: object) -> bool:
     from dtorch_core._extras import extras
 
     return isinstance(group, torch.distributed.ProcessGroup) and extras(group) is not None
+
+
+def is_accompanied(group: object) -> bool:
+    """A process group of torch's own, made by a backend of this project."""
+    from dtorch_core._extras import companion
+
+    return isinstance(group, torch.distributed.ProcessGroup) and companion(group) is not None
 
 
 def _monitored_barrier(
@@ -133,12 +167,14 @@ def _split_group(
     group_desc: str | None = None,
 ) -> Any:  # noqa: ANN401
     """c10d's own split wants an accelerator that is bound to the default group. Ranks are those of the parent."""
+    from dtorch_core._extras import companion
+
     world: Any = distributed_c10d._world
     if parent not in world.pg_map:
         raise ValueError(f"split_group: {parent} is not a process group of torch.distributed, or was destroyed")
 
     members = _members(parent, split_ranks)
-    number = parent.count_split()
+    number = (companion(parent) or parent).count_split()
     if members is None:
         return distributed_c10d.GroupMember.NON_GROUP_MEMBER if _SINCE_2_14 else None
 

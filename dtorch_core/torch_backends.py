@@ -62,6 +62,7 @@ def _register(name: str) -> None:
 def _opened(name: str, opts: Any) -> dist.ProcessGroup:  # noqa: ANN401
     """c10d's creator: the ranks meet through the store that it brings."""
     from dtorch_core import _torch_kernels
+    from dtorch_core._extras import companion
     from dtorch_core._opening import open_backend
 
     _torch_kernels.serve(DEVICES)
@@ -78,6 +79,10 @@ def _opened(name: str, opts: Any) -> dist.ProcessGroup:  # noqa: ANN401
         timeout=opts.timeout.total_seconds(),
     )
     group: dist.ProcessGroup = chosen.process_group
+    beside = companion(group)
+    if beside is not None:
+        beside.serve_torch(group)
+
     return group
 
 

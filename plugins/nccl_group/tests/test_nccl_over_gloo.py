@@ -1,49 +1,66 @@
-"""The group without a GPU: torch's Gloo in NCCL's place, at the one module that knows NCCL. Ranks are threads."""
+"""The group without a GPU: torch's Gloo in NCCL's place, at the one module that knows NCCL."""
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 import threading
-from datetime import timedelta
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from dtorch_nccl_group import group as factory
 
 import dtorch_core
-from dtorch_core import BackendSpec, Support, hookimpl
-from dtorch_core.testing import ThreadGroupTests
-
-
-def made(store, rank, world_size, timeout, name):
-    return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
-
-
-GLOO = SimpleNamespace(
-    DEVICE_TYPE="cpu",
-    KIND=dist.ProcessGroup.BackendType.GLOO,
-    QUEUED=False,
-    backend=made,
-    connect=lambda backend, device, timeout: None,
+from dtorch_core import (
+    AbortedError,
+    CollectiveMismatchError,
+    PeerLostError,
+    RankFailedError,
+    StoreTimeoutError,
+    UnsupportedOperationError,
+    redistribute_mesh,
+    spawn,
+    use_backend,
 )
+from dtorch_core.testing import ThreadGroupTests, run_ranks
 
+PROGRAM = Path(__file__).with_name("nccl_ranks.py")
+LIMIT = 20.0
 
-class Plugin:
-    @hookimpl
-    def dtorch_register_thread_groups(self):
-        words = frozenset("cpu uneven p2p self_send split async".split())
-        factory_path = "dtorch_nccl_group.group:open_process_group"
-        return [BackendSpec("gloo", factory_path, lambda topology: Support.yes(1, "for tests"), capabilities=words)]
+_spec = importlib.util.spec_from_file_location("nccl_ranks", PROGRAM)
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def gloo():
+def registered():
     patch = pytest.MonkeyPatch()
-    patch.setattr(factory, "nccl", GLOO)
-    dtorch_core.register(Plugin(), name="nccl over gloo")
+    patch.setattr(factory, "nccl", ranks.gloo())
+    dtorch_core.register(ranks.Plugin(), name="nccl over gloo")
     yield
     dtorch_core.unregister("nccl over gloo")
     patch.undo()
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    """Calls are over only when somebody has looked, as on a GPU."""
+    monkeypatch.setattr(factory, "nccl", ranks.gloo(queued=True))
+
+
+def on_ranks(body, world_size=2, timeout=LIMIT):
+    def rank(ctx):
+        with ctx.open_group(backend="gloo", timeout=timeout) as group:
+            return body(group)
+
+    return run_ranks(rank, world_size, 2 * LIMIT)
+
+
+def part(rank, *shape):
+    return ranks.part(rank, "cpu", *shape)
 
 
 class TestKit(ThreadGroupTests):
@@ -53,8 +70,362 @@ class TestKit(ThreadGroupTests):
     def _contract(self, request):
         """As the kit's, without open files: Gloo's sockets go with the last error that knows the group."""
         self._skip_unless_declared(request.function)
+        if getattr(request.node, "callspec", None) and request.node.callspec.params.get("world_size") == 8:
+            pytest.skip("8 ranks over Gloo take long, and 4 say the same")
+
         before = set(threading.enumerate())
         yield
         for thread in set(threading.enumerate()) - before:
             thread.join(5)
             assert not thread.is_alive(), f"the test left behind: {thread.name}"
+
+
+class TestOrder:
+    def test_call_does_not_overtake_one_that_waits_for_sizes(self, monkeypatch):
+        """What ranks begin, they begin in one order, whenever the others come."""
+        begun = {0: [], 1: []}
+        come = threading.Event()
+        for name in ("allreduce", "alltoall_base", "all_to_all_single"):
+            original = getattr(dist.ProcessGroup, name, None)
+            if original is not None:
+                monkeypatch.setattr(dist.ProcessGroup, name, lambda self, *a, original=original, name=name, **kw: (
+                    begun[self.rank()].append("reduce" if name == "allreduce" else "gather"), original(self, *a, **kw)
+                )[1])
+
+        def body(group):
+            rank = group.rank
+            if rank == 1:
+                assert come.wait(LIMIT)
+
+            gathered = group.all_gather(part(rank, 1 + rank), async_op=True)
+            reduced = group.all_reduce(part(rank, 3), async_op=True)
+            if rank == 0:
+                assert begun[0] == []
+                come.set()
+
+            assert torch.equal(reduced.result(), part(0, 3) + part(1, 3))
+            assert torch.equal(gathered.result(), torch.cat([part(0, 1), part(1, 2)]))
+
+        on_ranks(body)
+        assert begun == {0: ["gather", "reduce"], 1: ["gather", "reduce"]}
+
+    def test_call_whose_turn_does_not_come_times_out(self):
+        over = threading.Event()
+
+        def body(group):
+            if group.rank == 1:
+                assert over.wait(LIMIT)
+                return
+
+            group.all_gather(part(0, 3), async_op=True)
+            with pytest.raises(StoreTimeoutError, match="an earlier call of this rank had not begun after 0.2 s"):
+                group.all_reduce(part(0, 3), timeout=0.2)
+
+            with pytest.raises(AbortedError, match="rank 0 gave up on all_reduce"):
+                group.barrier()
+
+            over.set()
+
+        on_ranks(body)
+
+
+class TestFailure:
+    def test_timeout_shows_who_called_what(self):
+        over = threading.Event()
+
+        def body(group):
+            group.all_reduce(part(group.rank, 3))
+            if group.rank == 0:
+                group.barrier()
+                with pytest.raises(StoreTimeoutError) as caught:
+                    group.all_gather(part(0, 3), timeout=0.2)
+
+                over.set()
+                return str(caught.value)
+
+            group.barrier()
+            assert over.wait(LIMIT)
+            return ""
+
+        text = on_ranks(body)[0]
+        assert "rank 1 had not come after 0.2 s" in text
+        assert "last calls (late: rank 1):" in text
+        assert "rank 0: #3 all_gather(float32[3], dim=0)" in text
+        assert "rank 1: #2 barrier" in text
+
+    def test_timeout_of_the_collective_itself_shows_who_called_what(self):
+        over = threading.Event()
+
+        def body(group):
+            if group.rank == 1:
+                assert over.wait(LIMIT)
+                with pytest.raises(AbortedError, match=r"rank 0 gave up on all_reduce\(float32\[3\], sum\)"):
+                    group.all_reduce(part(1, 3))
+
+                return ""
+
+            with pytest.raises(StoreTimeoutError) as caught:
+                group.all_reduce(part(0, 3), timeout=0.2)
+
+            over.set()
+            return str(caught.value)
+
+        text = on_ranks(body)[0]
+        assert "rank 0: #1 all_reduce(float32[3], sum)" in text
+        assert "rank 1: #0 nothing" in text
+
+    def test_ranks_that_are_out_of_step_are_told(self):
+        def body(group):
+            if group.rank == 0:
+                group.all_reduce(part(0, 3), async_op=True, timeout=0.5)
+
+            with pytest.raises(CollectiveMismatchError, match="#2 barrier") as caught:
+                group.barrier()
+
+            assert "#1 barrier" in str(caught.value)
+            group.abort("out of step")
+
+        on_ranks(body)
+
+    def test_call_that_one_rank_refuses_ends_the_others(self):
+        refused = threading.Event()
+
+        def body(group):
+            if group.rank == 1:
+                with pytest.raises(TypeError):
+                    group.all_reduce("text")
+
+                refused.set()
+                return
+
+            assert refused.wait(LIMIT)
+            with pytest.raises(CollectiveMismatchError, match=r"rank 1 refused its part: all_reduce\(str"):
+                group.all_reduce(part(0, 3))
+
+            with pytest.raises(CollectiveMismatchError, match="rank 1"):
+                group.barrier()
+
+        on_ranks(body)
+
+    def test_call_that_every_rank_refuses_ends_nobody(self):
+        def body(group):
+            for _ in range(3):
+                with pytest.raises(TypeError):
+                    group.all_reduce("text")
+
+                with pytest.raises(ValueError, match="dim 3"):
+                    group.all_gather(part(group.rank, 3), 3)
+
+            assert torch.equal(group.all_reduce(part(group.rank, 3)), part(0, 3) + part(1, 3))
+            assert torch.equal(group.all_gather(part(group.rank, 3)), torch.cat([part(0, 3), part(1, 3)]))
+
+        on_ranks(body)
+
+    def test_rank_that_left_is_named_in_every_later_collective(self):
+        left = threading.Event()
+
+        def body(group):
+            group.barrier()
+            if group.rank == 1:
+                group.close()
+                left.set()
+                return
+
+            assert left.wait(LIMIT)
+            for call in (lambda: group.all_reduce(part(0, 3)), group.barrier):
+                with pytest.raises(PeerLostError, match=r"rank 1 .* has left group '\w+' .* after its call #1"):
+                    call()
+
+        on_ranks(body)
+
+    def test_result_that_never_comes_is_raised_at_the_end(self, queued):
+        """Nobody has waited for it, and nobody may take it for a good one."""
+        over = threading.Event()
+
+        def rank(ctx):
+            group = ctx.open_group(backend="gloo", timeout=LIMIT)
+            if ctx.rank == 1:
+                assert over.wait(LIMIT)
+                group.abort("rank 1 has seen enough")
+                group.close()
+                return
+
+            with pytest.raises(StoreTimeoutError, match="rank 1: #0 nothing"), group:
+                group.all_reduce(part(0, 3), async_op=True, timeout=0.3)
+
+            over.set()
+
+        run_ranks(rank, 2, 2 * LIMIT)
+
+    def test_close_waits_for_those_who_still_read(self, monkeypatch):
+        """A rank can be done with its part before the others are: its memory has to stay until then."""
+        released = threading.Event()
+        seam = ranks.gloo(queued=True)
+        helper = "settles"  # of a rank that is asked whether it is done
+        seam.finish = lambda _: released.wait(LIMIT) if helper in threading.current_thread().name else None
+        monkeypatch.setattr(factory, "nccl", seam)
+        over = threading.Event()
+
+        def body(group):
+            assert torch.equal(group.all_reduce(part(group.rank, 3)), part(0, 3) + part(1, 3))
+            if group.rank == 0:
+                group.close()
+                over.set()
+                return released.is_set()
+
+            assert not over.wait(0.2)
+            released.set()
+            return over.wait(LIMIT)
+
+        assert on_ranks(body) == [True, True]
+
+    def test_group_that_cannot_be_built_fails_on_every_rank(self, monkeypatch):
+        seam = ranks.gloo()
+
+        def connect(backend, device, timeout):
+            raise RuntimeError("no route")
+
+        seam.connect = connect
+        monkeypatch.setattr(factory, "nccl", seam)
+
+        def rank(ctx):
+            ctx.open_group(backend="gloo", timeout=LIMIT)
+
+        with pytest.raises(RankFailedError, match="no route"):
+            run_ranks(rank, 2, 2 * LIMIT)
+
+
+class TestWithoutAStore:
+    """As across hosts: nobody can be asked, and the group itself carries sizes and messages."""
+
+    @pytest.fixture(autouse=True)
+    def alone(self, monkeypatch):
+        monkeypatch.setattr(factory, "_stores", lambda ctx: None)
+
+    def test_calls_and_messages_work(self):
+        def body(group):
+            rank = group.rank
+            xs = [part(r, 2 + r, 3) for r in range(2)]
+            assert torch.equal(group.all_gather(xs[rank]), torch.cat(xs))
+            assert torch.equal(group.all_reduce(part(rank, 3)), part(0, 3) + part(1, 3))
+            group.barrier()
+            group.send(xs[rank], rank)
+            assert torch.equal(group.recv(rank), xs[rank])
+            if rank:
+                group.send(xs[1], 0)
+            else:
+                assert torch.equal(group.recv(1), xs[1])
+
+        on_ranks(body)
+
+    def test_timeout_says_what_is_known(self):
+        over = threading.Event()
+
+        def body(group):
+            if group.rank == 1:
+                assert over.wait(LIMIT)
+                return ""
+
+            with pytest.raises(StoreTimeoutError, match="other hosts can't be asked"):
+                group.all_reduce(part(0, 3), timeout=0.2)
+
+            over.set()
+
+        on_ranks(body)
+
+
+class TestGroup:
+    def test_it_is_a_process_group_as_torch_makes_it(self):
+        def body(group):
+            assert type(group.process_group) is dist.ProcessGroup
+            assert group.process_group.name() == "gloo"
+            with pytest.raises(UnsupportedOperationError, match="any_source"):
+                group.recv()
+
+        on_ranks(body)
+
+    def test_meshes_through_the_manager(self):
+        from torch.distributed.tensor import Replicate, Shard
+
+        mesh = [[0, 1], [2, 3]]
+        dense = torch.arange(40.0).reshape(8, 5)
+
+        def rank(ctx):
+            with use_backend(group="gloo"), ctx.open_manager() as manager:
+                row, column = divmod(ctx.rank, 2)
+                mine = dense.chunk(2, 0)[row].chunk(2, 1)[column]
+                whole = redistribute_mesh(mine, manager, mesh, [Shard(0), Shard(1)], [Replicate(), Replicate()])
+                assert torch.equal(whole, dense)
+                first = manager.groups_for(mesh, 0)
+                assert manager.groups_for(mesh, 0) is first
+                assert first.backend == "gloo"
+
+        with use_backend(group="gloo"):
+            run_ranks(rank, 4, 2 * LIMIT)
+
+
+class TestTorchDistributed:
+    def test_programs_run_on_it(self):
+        def rank(ctx):
+            assert type(dist.group.WORLD) is dist.ProcessGroup
+            assert dist.get_backend() == "dtorch"
+            x = part(ctx.rank, 4)
+            dist.all_reduce(x)
+            assert torch.equal(x, part(0, 4) + part(1, 4))
+            sub = dist.new_group([0, 1])
+            dist.broadcast(x, 0, group=sub)
+            objects = [None, None]
+            dist.all_gather_object(objects, {"rank": ctx.rank})
+            assert objects == [{"rank": 0}, {"rank": 1}]
+            inner = dist.split_group(dist.group.WORLD, [[0], [1]])
+            assert inner.size() == 1
+            dist.barrier()
+            got, peer = torch.zeros(4), 1 - ctx.rank
+            ops = [dist.P2POp(dist.isend, part(ctx.rank, 4), peer), dist.P2POp(dist.irecv, got, peer)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+            assert torch.equal(got, part(peer, 4))
+            dist.destroy_process_group(sub)
+
+        with use_backend(group="gloo"):
+            spawn(rank, 2, torch_distributed=True, timeout=2 * LIMIT)
+
+    def test_rank_that_fails_ends_those_that_meet(self):
+        def rank(ctx):
+            with ctx.open_group() as group:
+                if ctx.rank == 1:
+                    raise ZeroDivisionError("on purpose")
+
+                with pytest.raises(PeerLostError, match="rank 1"):
+                    group.barrier(timeout=LIMIT)
+
+        with use_backend(group="gloo"), pytest.raises(RankFailedError, match="rank 1 of 2 failed with ZeroDivision"):
+            spawn(rank, 2, timeout=2 * LIMIT)
+
+
+class TestProcesses:
+    def run(self, case):
+        done = subprocess.run(
+            [sys.executable, "-P", str(PROGRAM), case, "cpu", "cpu"], capture_output=True, text=True, timeout=3 * LIMIT
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @pytest.mark.parametrize("case", ["values", "kit"])
+    def test_values(self, case):
+        assert self.run(case) == "right\nright\n"
+
+    def test_killed_rank_is_named(self):
+        out = self.run("killed")
+        assert "all_reduce(float32[4], sum): rank 1 (pid" in out or "barrier: rank 1 (pid" in out, out
+        assert "was lost: its process ended without a goodbye" in out
+
+    def test_late_rank_is_named(self):
+        out = self.run("late")
+        assert "rank 1 had not come after 0.5 s" in out
+        assert "last calls (late: rank 1):" in out
+        assert "rank 1: #1 all_reduce(float32[4], sum)" in out
+
+    def test_rank_that_raises_ends_the_others(self):
+        assert "rank 1 of 2 failed with ZeroDivisionError: on purpose" in self.run("raises")

@@ -27,6 +27,8 @@ class Calls:
         self._questions = itertools.count(1)
         self._asked: dict[int, dict[int, dict[str, Any]]] = {}
         self._condition = threading.Condition()
+        self._awaited = 0
+        self._ended = False
 
     def begin(self, call: str, *, collective: bool) -> int:
         """Count a call; its number."""
@@ -35,6 +37,26 @@ class Calls:
 
         self._last = call, time.monotonic()
         return self.number
+
+    def has_launched(self, number: int) -> None:
+        """A collective has been begun on the group."""
+        self.launched = number
+        if self._awaited:
+            with self._condition:
+                self._condition.notify_all()
+
+    def wait_launched(self, number: int, timeout: float) -> None:
+        """Until this rank has begun collective ``number``, or never will, or is out of time."""
+        with self._condition:
+            self._awaited += 1
+            self._condition.wait_for(lambda: self._ended or self.launched >= number, timeout)
+            self._awaited -= 1
+
+    def end(self) -> None:
+        """Nothing will be begun any more."""
+        with self._condition:
+            self._ended = True
+            self._condition.notify_all()
 
     def said(self) -> dict[str, Any]:
         """The last call, for those who ask."""

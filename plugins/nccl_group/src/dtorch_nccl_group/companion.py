@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtorch_core import (
@@ -55,18 +56,21 @@ class NcclCompanion:
         backend: Any,  # noqa: ANN401
         order: LaunchOrder,
         *,
-        queued: bool,
+        finish: Callable[[], None] | None,
     ) -> None:
         """
         :param stores: over the same ranks: for texts and messages, and for letters; nothing is said over the first one
             any more when a rank has given up.
         :param backend: torch's ProcessGroupNCCL, to be ended.
-        :param queued: what it begins is not over when it returns.
+        :param finish: waits until all that was queued is over; None: a call is over when it was waited for.
         """
         self.talks = stores is not None
         self._stores: list[TensorStore] = list(stores or ())
         self._store = stores[0] if stores is not None else None
-        self._ctx, self._backend, self._order, self._queued = ctx, backend, order, queued
+        self._ctx, self._backend, self._order, self._finish = ctx, backend, order, finish
+        self._queued = finish is not None
+        self._serves_torch = False
+        self._splits = itertools.count()
         self._device = torch.device(ctx.device)
         self._lock = threading.Lock()
         self._calls = Calls(ctx.rank, ctx.world_size)
@@ -84,7 +88,12 @@ class NcclCompanion:
         self._unsettled = False
         """Results were under way when it was over."""
         self._closed = False
-        self._aborting: threading.Thread | None = None
+        self._ended = False
+        """Closed, and all that was begun is over."""
+        self._failure: Exception | None = None
+        """What close() raises."""
+        self._aborted = False
+        self._ending: threading.Thread | None = None
         self._settled: dict[int, threading.Event] = {rank: threading.Event() for rank in range(ctx.world_size)}
         self._own_store: TensorStore | None = None
         self._letters = Letters(stores[1], self._on_letter, self._on_end) if stores is not None else None
@@ -111,7 +120,7 @@ class NcclCompanion:
 
     def launched(self, call: str, number: int, work: Any) -> None:  # noqa: ANN401
         self._last = call, work
-        self._calls.launched = number
+        self._calls.has_launched(number)
         if self._refused and number in self._refused:
             rank, text = self._refused[number]
             self._end(self._mismatch(rank, text))
@@ -210,6 +219,17 @@ class NcclCompanion:
 
             return self._own_store, 0
 
+    # torch.distributed
+
+    def serve_torch(self, group: dist.ProcessGroup) -> None:
+        self._serves_torch = True
+        # c10d would split sub-groups off one with a device bound to it, and the ranks outside would wait for all. The
+        # communicator is made: nothing has to guess the device.
+        group.bound_device_id = None
+
+    def count_split(self) -> int:
+        return next(self._splits)
+
     # Ends
 
     def abort(self, reason: str = "", *, died: bool = False) -> None:
@@ -230,41 +250,43 @@ class NcclCompanion:
         if self._over is None:
             self._settle()
 
-        graceful = self._over is None
+        graceful, self._ended = self._over is None, True
         self._end(lambda call: AbortedError(f"{self._label(call)}: it is closed; open it anew"), abort=False)
-        if not graceful or (self._queued and self.talks):
-            # Everything is over, here and where it is read from: nothing is lost. An orderly end would wait for all
-            # ranks of this host to end too.
-            self._abort_backend()
-            assert self._aborting is not None
-            self._aborting.join(self._ctx.timeout)
+        # Where everything is over, here and where it is read from, an abort loses nothing. NCCL's orderly end waits for
+        # all ranks of this host, and is for those who may have called what was not seen.
+        if graceful and (self._serves_torch or not self.talks or not self._queued):
+            self._in_a_thread(self._backend.shutdown)
         else:
-            with suppress(RuntimeError):
-                self._backend.shutdown()
+            self._abort_backend()
+
+        if self._ending is not None:
+            self._ending.join(self._ctx.timeout)
 
         for store in self._stores:
             store.close()
 
         self._last = self._backend = None  # the process group alone keeps what is left of it
+        if self._failure is not None:
+            raise self._failure
+
         if not graceful and self._unsettled and not self._told:
             self._raise_over("close")
 
     def _settle(self) -> None:
         """What was begun comes to its end here, and on the ranks that read this one's memory."""
-        if self._queued and self._last is not None:
-            call, work = self._last
+        if self._finish is not None:
+            call, work = self._last or ("close", Over())
             try:
                 work.outcome()
+                self._finish()
             except Exception as error:
-                self._unsettled = True
-                self.explain(call, error)
-                self._told = False
+                self._failure = self.explain(call, error)
                 return
 
         if self._letters is None or self._over is not None:
             return
 
-        self._letters.send_all({"leaving": self._calls.number})
+        self._letters.send_all({"leaving": self._calls.number, "launched": self._calls.launched})
         deadline = time.monotonic() + self._ctx.timeout
         for rank in self._letters.others if self._queued else ():
             if rank not in self._left:
@@ -284,24 +306,29 @@ class NcclCompanion:
             for event in self._settled.values():
                 event.set()
 
-        if abort and not self._closed:
+            self._calls.end()
+
+        if abort and not self._ended:
             self._abort_backend()
 
     def _abort_backend(self) -> None:
         """End the kernels. In a thread of its own: it can take a while, and who is called back must not wait."""
 
-        backend = self._backend
+        with self._lock:
+            backend = None if self._aborted else self._backend
+            self._aborted = True
 
+        if backend is not None:
+            self._in_a_thread(backend.abort)
+
+    def _in_a_thread(self, end: Callable[[], None]) -> None:
         def run() -> None:
             with suppress(RuntimeError):
-                backend.abort()
+                end()
 
         with self._lock:
-            if self._aborting is not None or backend is None:
-                return
-
-            self._aborting = threading.Thread(target=run, name=f"{self._ctx.name} ends NCCL", daemon=True)
-            self._aborting.start()
+            self._ending = threading.Thread(target=run, name=f"{self._ctx.name} ends NCCL", daemon=True)
+            self._ending.start()
 
     # What the others say
 
@@ -318,7 +345,7 @@ class NcclCompanion:
         elif "refused" in words:
             self._on_refusal(rank, words["refused"], words["text"])
         elif "leaving" in words:
-            self._on_leaving(rank, words["leaving"])
+            self._on_leaving(rank, words["leaving"], words["launched"])
         elif "settled" in words:
             self._settled[rank].set()
 
@@ -332,20 +359,20 @@ class NcclCompanion:
         if number <= self._calls.launched:
             self._end(self._mismatch(rank, text))
 
-    def _on_leaving(self, rank: int, number: int) -> None:
+    def _on_leaving(self, rank: int, number: int, launched: int) -> None:
         self._left[rank] = number
         if self._calls.launched > number:
             self._end(self._without(rank))
 
-        if not self._queued:
+        finish = self._finish
+        if finish is None:
             return
 
         def answer() -> None:
             assert self._letters is not None
-            last = self._last
-            if last is not None:
-                with suppress(Exception):  # however it ended: nothing is read any more
-                    last[1].outcome()
+            with suppress(Exception):  # however it ended: nothing is read any more
+                self._calls.wait_launched(launched, self._ctx.timeout)
+                finish()
 
             self._letters.send(rank, {"settled": number})
 
@@ -353,7 +380,7 @@ class NcclCompanion:
 
     def _on_end(self, rank: int, error: DtorchError) -> None:
         self._settled[rank].set()
-        if rank in self._left or self._closed:
+        if rank in self._left or self._ended:
             return
 
         self._end(self._as(error, f"(tag {TAG}): "))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,13 @@ def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None)
     line = dist.PrefixStore("nccl", ctx.rendezvous)
     made = nccl.backend(line, ctx.rank, ctx.world_size, ctx.timeout, ctx.name)
     group = dist.ProcessGroup(line, ctx.rank, ctx.world_size)
-    if nccl.QUEUED:
+    finish = partial(nccl.finish, device) if nccl.QUEUED else None
+    if device.index is not None:
         group.bound_device_id = device
 
     group._register_backend(torch.device(nccl.DEVICE_TYPE), nccl.KIND, made)
     group._set_default_backend(nccl.KIND)
-    beside = NcclCompanion(ctx, stores, made, _order(ctx), queued=nccl.QUEUED)
+    beside = NcclCompanion(ctx, stores, made, _order(ctx), finish=finish)
     accompany(group, beside)
     try:
         nccl.connect(made, device, ctx.timeout)
@@ -61,8 +63,8 @@ def _stores(ctx: BackendContext) -> tuple[TensorStore, TensorStore] | None:
 
 def _order(ctx: BackendContext) -> LaunchOrder:
     """One for all groups of a GPU: their kernels wait for each other's ends as well."""
-    if not nccl.QUEUED:
-        return LaunchOrder()
+    if ctx.device == "cpu":
+        return LaunchOrder()  # of Gloo in NCCL's place
 
     with _lock:
         return _orders.setdefault(ctx.device, LaunchOrder())

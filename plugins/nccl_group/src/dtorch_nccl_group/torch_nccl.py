@@ -58,6 +58,11 @@ def connect(made: Any, device: torch.device, timeout: float) -> None:  # noqa: A
         made.allreduce([torch.zeros(1, device=device)], opts).wait(timedelta(seconds=timeout))
 
 
+def finish(device: torch.device) -> None:
+    """Wait on the host until all that is queued on the device is over."""
+    torch.cuda.synchronize(device)
+
+
 @contextmanager
 def _settings() -> Iterator[None]:
     # The environment belongs to the whole process: one thread at a time, and not longer than it takes.

@@ -1,0 +1,170 @@
+"""What ranks do in the tests, as a program: its ranks are processes. On the CPU torch's Gloo takes NCCL's place.
+
+nccl_ranks.py CASE DEVICE...
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from dtorch_nccl_group import group as factory
+
+import dtorch_core
+from dtorch_core import BackendSpec, PeerLostError, RankFailedError, StoreTimeoutError, Support, hookimpl, spawn
+
+LIMIT = 60.0
+
+
+def made(store, rank, world_size, timeout, name):
+    return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
+
+
+def gloo(*, queued=False):
+    """What stands where :mod:`dtorch_nccl_group.torch_nccl` does.
+
+    :param queued: as NCCL, calls count as over only when somebody has looked.
+    """
+    return SimpleNamespace(
+        DEVICE_TYPE="cpu",
+        KIND=dist.ProcessGroup.BackendType.GLOO,
+        QUEUED=queued,
+        backend=made,
+        connect=lambda backend, device, timeout: None,
+        finish=lambda device: None,
+    )
+
+
+class Plugin:
+    @hookimpl
+    def dtorch_register_thread_groups(self):
+        words = frozenset("cpu uneven p2p self_send split async".split())
+        path = "dtorch_nccl_group.group:open_process_group"
+        return [BackendSpec("gloo", path, lambda topology: Support.yes(1, "for tests"), capabilities=words)]
+
+
+def use_gloo():
+    factory.nccl = gloo()
+    dtorch_core.register(Plugin(), name="nccl over gloo")
+
+
+def opened(ctx, timeout=LIMIT):
+    if ctx.device == "cpu":
+        use_gloo()
+
+    return ctx.open_group(backend="gloo" if ctx.device == "cpu" else "nccl", timeout=timeout)
+
+
+def part(rank, device, *shape):
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float32, device=device)
+    return numbers.add(1000 * (rank + 1)).reshape(shape)
+
+
+def values(ctx):
+    """Collectives, uneven shards and messages."""
+    n = ctx.world_size
+    with opened(ctx) as group:
+        xs = [part(rank, ctx.device, 4 + rank, 3) for rank in range(n)]
+        evens = [part(rank, ctx.device, 4, 6) for rank in range(n)]
+        x, even = xs[ctx.rank], evens[ctx.rank]
+        total = sum(evens)
+        assert torch.equal(group.all_reduce(even), total)
+        assert torch.equal(group.all_gather(x), torch.cat(xs))
+        assert torch.equal(group.reduce_scatter(even), total.chunk(n)[ctx.rank])
+        assert all(map(torch.equal, group.all_gather_list(x), xs))
+        gathered = group.gather(x, n - 1)
+        assert gathered is None if ctx.rank < n - 1 else all(map(torch.equal, gathered, xs))
+        group.barrier()
+        group.send(x, (ctx.rank + 1) % n)
+        assert torch.equal(group.recv((ctx.rank - 1) % n), xs[ctx.rank - 1])
+        group.send(even, ctx.rank)
+        assert torch.equal(group.recv(ctx.rank), even)
+
+    return "right"
+
+
+def kit(ctx):
+    """Every collective of the kit, on shapes of all kinds, and every reduction that is defined."""
+    from dtorch_core.reduction import rule
+    from dtorch_core.testing import _group_base as base
+    from dtorch_core.testing import _group_reductions as reductions
+
+    n = ctx.world_size
+    with opened(ctx) as group:
+        for shape in [(n,), (2 * n, 3, n), (n, 0, 2 * n), (7,), (5, 3), (0,), (2, 1, 1, 9)]:
+            xs = [base.coded(rank, shape, ctx.device) for rank in range(n)]
+            for collective in base.COLLECTIVES:
+                got, wanted = collective.call(group, xs[ctx.rank]), collective.wanted(xs, ctx.rank)
+                assert base.same(got, wanted), f"{collective} of {shape}"
+                got = collective.call(group, xs[ctx.rank], async_op=True).result()
+                assert base.same(got, wanted), f"{collective} of {shape}, in the background"
+
+        for dtype in (*reductions.WIDTHS, *reductions.FLOATS, *reductions.COMPLEX, torch.bool):
+            xs = [reductions.input_of(rank, dtype) for rank in range(n)]
+            for op in reductions.ARITHMETIC:
+                try:
+                    rule(op, dtype)
+                except TypeError:
+                    continue
+
+                got = group.all_reduce(xs[ctx.rank].to(ctx.device), op).cpu()
+                torch.testing.assert_close(got, reductions.reduced(op, xs), equal_nan=True, msg=f"{op} of {dtype}")
+
+    return "right"
+
+
+def killed(ctx):
+    """The last rank is killed inside a collective; the others name it, at once."""
+    with opened(ctx) as group:
+        group.all_reduce(part(ctx.rank, ctx.device, 4))
+        if ctx.rank == ctx.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        begun = time.monotonic()
+        try:
+            group.all_reduce(part(ctx.rank, ctx.device, 4))
+            group.barrier()
+        except PeerLostError as error:
+            print(f"after {time.monotonic() - begun:.1f} s: {error}", flush=True)
+            raise
+
+
+def late(ctx):
+    """The last rank does not come; the others name it, and show who called what."""
+    with opened(ctx) as group:
+        group.all_reduce(part(ctx.rank, ctx.device, 4))
+        if ctx.rank == ctx.world_size - 1:
+            time.sleep(3)
+            return "late"
+
+        try:
+            group.barrier(timeout=0.5)
+        except StoreTimeoutError as error:
+            return str(error)
+
+    return "nothing was said"
+
+
+def raises(ctx):
+    """The last rank raises out of the group while the others have results under way."""
+    with opened(ctx) as group:
+        group.all_reduce(part(ctx.rank, ctx.device, 4))
+        if ctx.rank == ctx.world_size - 1:
+            raise ZeroDivisionError("on purpose")
+
+        group.barrier()
+
+
+if __name__ == "__main__":
+    case, *devices = sys.argv[1:]
+    try:
+        for told in spawn(globals()[case], len(devices), ranks_as="processes", devices=devices, timeout=2 * LIMIT):
+            print(told)
+    except RankFailedError as error:
+        print(error)
