@@ -112,7 +112,7 @@ def _ask_the_companion(name: str, ours: Callable[[Any], None]) -> None:
         return
 
     _adapted.add(name)
-    original = getattr(torch.distributed.ProcessGroup, name, None)
+    original = getattr(distributed_c10d.ProcessGroup, name, None)  # torch itself may still be being imported
     if original is None:
         miss(f"torch.distributed's process groups have no {name}(): their companions do not hear of it")
         return
@@ -127,7 +127,7 @@ def _ask_the_companion(name: str, ours: Callable[[Any], None]) -> None:
         else:
             ours(beside)
 
-    setattr(torch.distributed.ProcessGroup, name, method)
+    setattr(distributed_c10d.ProcessGroup, name, method)
 
 
 def miss(text: str) -> None:
