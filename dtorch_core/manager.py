@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 from dtorch_core import _scope
@@ -101,8 +102,9 @@ class ThreadGroupManager:
 
         A group that is still being opened is closed once it is open, and whoever asked for it gets an AbortedError.
         """
-        for group in self._leave():
-            group.close()
+        with ExitStack() as closing:  # all of them, also if one raises
+            for group in reversed(self._leave()):
+                closing.callback(group.close)
 
     def abort(self, reason: str = "", *, died: bool = False) -> None:
         """Abort every group, as :meth:`ThreadGroup.abort`, and make no new one."""

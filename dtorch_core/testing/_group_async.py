@@ -24,7 +24,7 @@ class AsyncTests(GroupConformance):
     @EACH
     def test_work_carries_what_the_blocking_call_returns(self, collective: Collective, device: str) -> None:
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, (4, 2), device) for rank in range(2)]
+            xs = [coded(rank, (4, 2), group.device) for rank in range(2)]
             wanted = collective.wanted(xs, group.rank)
             work = collective.call(group, xs[group.rank], async_op=True)
             assert work.wait() is True
@@ -65,7 +65,7 @@ class AsyncTests(GroupConformance):
         come = threading.Event()
 
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, (4, 2), self.home) for rank in range(2)]
+            xs = [coded(rank, (4, 2), group.device) for rank in range(2)]
             if group.rank == 1:
                 assert come.wait(self.patience)
 
@@ -85,7 +85,7 @@ class AsyncTests(GroupConformance):
             kept = []
             for turn in range(8):
                 for number, collective in enumerate(COLLECTIVES):
-                    xs = [coded(100 * turn + 10 * number + rank, (4, 4), device) for rank in range(world_size)]
+                    xs = [coded(100 * turn + 10 * number + rank, (4, 4), group.device) for rank in range(world_size)]
                     work = collective.call(group, xs[group.rank], async_op=True)
                     kept.append((collective, work, collective.wanted(xs, group.rank)))
 
@@ -101,7 +101,7 @@ class AsyncTests(GroupConformance):
             kept = []
             for turn in range(4):
                 for size in (1_200_000, 2):
-                    xs = [coded(turn + 10 * rank, (size,), device) for rank in range(2)]
+                    xs = [coded(turn + 10 * rank, (size,), group.device) for rank in range(2)]
                     for collective in COLLECTIVES[:6]:
                         work = collective.call(group, xs[group.rank], async_op=True)
                         kept.append((collective, work, collective.wanted(xs, group.rank)))
@@ -114,7 +114,7 @@ class AsyncTests(GroupConformance):
     @requires("async")
     def test_work_that_is_dropped_ends_all_the_same(self) -> None:
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, (4, 4), self.home) for rank in range(2)]
+            xs = [coded(rank, (4, 4), group.device) for rank in range(2)]
             for turn in range(5):
                 for collective in COLLECTIVES:
                     if group.rank == turn % 2:
@@ -131,7 +131,7 @@ class AsyncTests(GroupConformance):
         waiting = [threading.Event() for _ in COLLECTIVES]
 
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, (4, 4), self.home) for rank in range(2)]
+            xs = [coded(rank, (4, 4), group.device) for rank in range(2)]
             for number, collective in enumerate(COLLECTIVES):
                 if group.rank == 1:
                     assert waiting[number].wait(self.patience)
@@ -152,7 +152,7 @@ class AsyncTests(GroupConformance):
     @requires("async")
     def test_future_can_be_followed(self, device: str) -> None:
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, (4,), device) for rank in range(2)]
+            xs = [coded(rank, (4,), group.device) for rank in range(2)]
             future = group.all_reduce(xs[group.rank], async_op=True).get_future()
             doubled = future.then(lambda done: done.value() * 2)
             assert same(doubled.wait(), 2 * (xs[0] + xs[1]))
@@ -169,7 +169,7 @@ class AsyncTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             for call in (group.all_reduce, group.all_gather):
                 for look in ("wait", "result", "future"):
-                    work = call(coded(0, (2, 2 + group.rank), self.home), async_op=True)
+                    work = call(coded(0, (2, 2 + group.rank), group.device), async_op=True)
                     with pytest.raises(CollectiveMismatchError, match="rank 1"):
                         _look(work, look)
 
@@ -190,8 +190,8 @@ class AsyncTests(GroupConformance):
                 assert over.wait(self.patience)
                 return
 
-            first = collective.call(group, coded(0, device=self.home), async_op=True)
-            second = collective.call(group, coded(0, device=self.home), async_op=True, timeout=SHORT)
+            first = collective.call(group, coded(0, device=group.device), async_op=True)
+            second = collective.call(group, coded(0, device=group.device), async_op=True, timeout=SHORT)
             future = first.get_future()
             with pytest.raises(StoreTimeoutError, match="rank 1"):
                 second.wait()
@@ -211,7 +211,7 @@ class AsyncTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             for collective in COLLECTIVES:
                 with pytest.raises(UnsupportedOperationError, match="async"):
-                    collective.call(group, coded(0, (2, 2), self.home), async_op=True)
+                    collective.call(group, coded(0, (2, 2), group.device), async_op=True)
 
         self.ranks(body, 2)
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from dtorch_core._member import normal_device
+from dtorch_core._topology import Member, Topology
 from dtorch_core.group import ThreadGroup
 from dtorch_core.launcher import RankContext
-from dtorch_core.testing._harness import CUDA, Conformance, run_ranks
+from dtorch_core.testing._harness import CUDA, Conformance, installed_spec, run_ranks
 
 T = TypeVar("T")
 
@@ -37,8 +39,15 @@ class GroupConformance(Conformance):
         return "cpu" if "cpu" in self.declared else normal_device(CUDA)
 
     def devices(self, device: str, world_size: int) -> str | Sequence[str]:
-        """Where the ranks of a test for ``device`` are. A backend whose ranks need a GPU each says so here."""
-        return device
+        """Where the ranks of a test for ``device`` are: all on it, or with a GPU each if the backend takes only that."""
+        if world_size == 1 or not device.startswith("cuda") or not _takes_a_gpu_each(self.backend):
+            return device
+
+        gpus = torch.cuda.device_count()
+        if world_size > gpus:
+            pytest.skip(f"{world_size} ranks take a GPU each, and there are {gpus}")
+
+        return [f"cuda:{number}" for number in range(world_size)]
 
     def needs_meeting(self, collective: str) -> None:
         """Skip what takes ranks that meet on the host, where the backend lets them call without that.
@@ -73,6 +82,18 @@ class GroupConformance(Conformance):
     def raw_ranks(self, rank: Callable[[RankContext], T], world_size: int, device: str | None = None) -> list[T]:
         """``rank(ctx)`` on every rank, for tests that open groups themselves."""
         return run_ranks(rank, world_size, self.patience, devices=self.devices(device or self.home, world_size))
+
+
+@cache
+def _takes_a_gpu_each(backend: str) -> bool:
+    """It refuses two ranks that share a GPU, and takes them where each has its own."""
+    probe = installed_spec("group", backend).probe
+
+    def of(*gpus: int) -> Topology:
+        places = [(f"cuda:{gpu}", f"GPU {gpu}") for gpu in gpus]
+        return Topology(Member(rank, "host", 1, rank, *place) for rank, place in enumerate(places))
+
+    return probe(of(0, 1)).ok and not probe(of(0, 0)).ok
 
 
 def coded(

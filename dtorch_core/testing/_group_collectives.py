@@ -73,9 +73,9 @@ class CollectiveTests(GroupConformance):
         """Every collective, with rank r's input ``inputs(r)``: the right result, and the input as it was."""
 
         def body(group: ThreadGroup) -> None:
-            xs = [inputs(rank).to(device) for rank in range(world_size)]
+            xs = [inputs(rank).to(group.device) for rank in range(world_size)]
             for collective in collectives:
-                x = inputs(group.rank).to(device)
+                x = inputs(group.rank).to(group.device)
                 got, wanted = collective.call(group, x), collective.wanted(xs, group.rank)
                 assert same(got, wanted), f"{collective} of {x.shape}: got {got}, not {wanted}"
                 assert same(x, xs[group.rank]), f"{collective} of {x.shape} changed its input"
@@ -105,9 +105,9 @@ class CollectiveTests(GroupConformance):
             for collective in COLLECTIVES:
                 if not collective.scalar and "all_gather" not in collective.name:
                     with pytest.raises(ValueError, match="dim"):
-                        collective.call(group, coded(group.rank, (), self.home))
+                        collective.call(group, coded(group.rank, (), group.device))
 
-            assert same(group.all_gather(coded(group.rank, (), self.home), -1).cpu(), coded(0, ()).add(
+            assert same(group.all_gather(coded(group.rank, (), group.device), -1).cpu(), coded(0, ()).add(
                 torch.arange(float(world_size)) * 1000
             ))
 
@@ -131,7 +131,7 @@ class CollectiveTests(GroupConformance):
                     for shape, length in zip(shapes, lengths, strict=True):
                         shape[dim] = length
 
-                    xs = [coded(rank, shape, device) for rank, shape in enumerate(shapes)]
+                    xs = [coded(rank, shape, group.device) for rank, shape in enumerate(shapes)]
                     got = group.all_gather(xs[group.rank], dim)
                     assert same(got, torch.cat(xs, dim)), f"lengths {lengths} along dim {dim}"
 
@@ -142,7 +142,7 @@ class CollectiveTests(GroupConformance):
         """A 0-dim tensor is one element."""
 
         def body(group: ThreadGroup) -> None:
-            x = coded(group.rank, () if group.rank == 0 else (2,), self.home)
+            x = coded(group.rank, () if group.rank == 0 else (2,), group.device)
             assert group.all_gather(x).tolist() == [1000, 2000, 2001]
 
         self.ranks(body, 2)
@@ -151,11 +151,11 @@ class CollectiveTests(GroupConformance):
     def test_list_collectives_of_shapes_that_differ(self, device: str) -> None:
         def body(group: ThreadGroup) -> None:
             shapes = [(2, 3), (), (0, 4)]
-            xs = [coded(rank, shape, device) for rank, shape in enumerate(shapes)]
+            xs = [coded(rank, shape, group.device) for rank, shape in enumerate(shapes)]
             assert same(group.all_gather_list(xs[group.rank]), xs)
             assert same(group.gather(xs[group.rank], 1), xs if group.rank == 1 else None)
             assert same(group.scatter(xs if group.rank == 2 else None, 2), xs[group.rank])
-            sent = [[coded(10 * src + dst, (src, dst + 1), device) for dst in range(3)] for src in range(3)]
+            sent = [[coded(10 * src + dst, (src, dst + 1), group.device) for dst in range(3)] for src in range(3)]
             assert same(group.all_to_all_list(sent[group.rank]), [row[group.rank] for row in sent])
 
         self.ranks(body, 3, device)
@@ -172,7 +172,7 @@ class CollectiveTests(GroupConformance):
                         for rank, shape in enumerate(shapes):
                             shape[concat_dim] = rank
 
-                    xs = [coded(rank, shape, device) for rank, shape in enumerate(shapes)]
+                    xs = [coded(rank, shape, group.device) for rank, shape in enumerate(shapes)]
                     got = group.all_to_all(xs[group.rank], split_dim, concat_dim)
                     wanted = torch.cat([chunks(x, world_size, split_dim)[group.rank] for x in xs], concat_dim)
                     assert same(got, wanted), f"split_dim {split_dim}, concat_dim {concat_dim}"
@@ -183,7 +183,7 @@ class CollectiveTests(GroupConformance):
     @WORLDS
     def test_reduce_scatter_along_every_dim(self, world_size: int, device: str) -> None:
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, (5, 2, 9), device) for rank in range(world_size)]
+            xs = [coded(rank, (5, 2, 9), group.device) for rank in range(world_size)]
             for dim in range(-3, 3):
                 got = group.reduce_scatter(xs[group.rank], dim)
                 assert same(got, chunks(sum(xs, torch.zeros_like(xs[0])), world_size, dim)[group.rank]), f"dim {dim}"
@@ -196,7 +196,7 @@ class CollectiveTests(GroupConformance):
         """Every collective that moves values and computes none."""
 
         def body(group: ThreadGroup) -> None:
-            xs = [of_dtype(rank, dtype, device) for rank in range(2)]
+            xs = [of_dtype(rank, dtype, group.device) for rank in range(2)]
             mine = xs[group.rank]
             assert same(group.broadcast(mine, 1), xs[1])
             assert torch.equal(bits(group.all_gather(mine)), torch.cat([bits(x) for x in xs]))
@@ -221,7 +221,7 @@ class CollectiveTests(GroupConformance):
 
         def body(group: ThreadGroup) -> None:
             world_size = group.world_size
-            x = coded(group.rank, (world_size, world_size), self.home)
+            x = coded(group.rank, (world_size, world_size), group.device)
             got = collective.call(group, x)
             group.barrier()
             x.fill_(-7)
@@ -231,7 +231,7 @@ class CollectiveTests(GroupConformance):
 
             group.barrier()
             if group.rank % 2:
-                xs = [coded(rank, (world_size, world_size), self.home) for rank in range(world_size)]
+                xs = [coded(rank, (world_size, world_size), group.device) for rank in range(world_size)]
                 assert same(got, collective.wanted(xs, group.rank))
             elif got is not None:
                 for tensor in got if isinstance(got, list) else [got]:
@@ -243,7 +243,7 @@ class CollectiveTests(GroupConformance):
     @EACH
     def test_result_shares_no_memory_where_tensors_are_large(self, collective: Collective) -> None:
         def body(group: ThreadGroup) -> None:
-            x = coded(group.rank, (LARGE,), self.home)
+            x = coded(group.rank, (LARGE,), group.device)
             got = collective.call(group, x)
             group.barrier()
             x.fill_(-7)
@@ -253,7 +253,7 @@ class CollectiveTests(GroupConformance):
 
             group.barrier()
             if group.rank == 1:
-                assert same(got, collective.wanted([coded(rank, (LARGE,), self.home) for rank in range(2)], 1))
+                assert same(got, collective.wanted([coded(rank, (LARGE,), group.device) for rank in range(2)], 1))
 
         self.ranks(body, 2)
 
@@ -280,7 +280,7 @@ class CollectiveTests(GroupConformance):
 
     def test_result_does_not_require_grad(self) -> None:
         def body(group: ThreadGroup) -> None:
-            x = coded(group.rank, (2, 2), self.home).requires_grad_()
+            x = coded(group.rank, (2, 2), group.device).requires_grad_()
             for collective in COLLECTIVES:
                 got = collective.call(group, x * 1.0)
                 for tensor in got if isinstance(got, list) else [got]:
@@ -295,7 +295,7 @@ class CollectiveTests(GroupConformance):
             for turn in range(20):
                 for collective in COLLECTIVES:
                     with torch.inference_mode((group.rank + turn) % 2 == 0):
-                        got = collective.call(group, coded(group.rank, (2, 2), self.home))
+                        got = collective.call(group, coded(group.rank, (2, 2), group.device))
 
                     for tensor in got if isinstance(got, list) else [got]:
                         if tensor is not None:
@@ -306,8 +306,8 @@ class CollectiveTests(GroupConformance):
     @undeclared("uneven")
     def test_uneven_shapes_are_refused_on_every_rank(self) -> None:
         def body(group: ThreadGroup) -> None:
-            x = coded(group.rank, (group.rank + 1,), self.home)
-            even = coded(group.rank, (3, 2), self.home)
+            x = coded(group.rank, (group.rank + 1,), group.device)
+            even = coded(group.rank, (3, 2), group.device)
             calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
                 (group.all_gather, (x,)),
                 (group.all_gather_list, (x,)),
@@ -321,24 +321,24 @@ class CollectiveTests(GroupConformance):
                 with pytest.raises(UnsupportedOperationError, match="uneven"):
                     call(*arguments)
 
-            assert same(group.all_reduce(coded(0, device=self.home)), coded(0, device=self.home) * 2)
+            assert same(group.all_reduce(coded(0, device=group.device)), coded(0, device=group.device) * 2)
 
         self.ranks(body, 2)
 
     @pytest.mark.parametrize("kind", ["sparse", "expanded out", "not a tensor"])
     def test_what_cannot_be_exchanged_is_refused(self, kind: str) -> None:
         def body(group: ThreadGroup) -> None:
-            good = coded(group.rank, (2, 2), self.home)
+            good = coded(group.rank, (2, 2), group.device)
             for collective in COLLECTIVES:
                 if kind == "expanded out":
                     if collective.name in ("all_reduce", "broadcast"):
-                        out = torch.zeros(1, 2, device=self.home).expand(2, 2)
+                        out = torch.zeros(1, 2, device=group.device).expand(2, 2)
                         with pytest.raises(UnsupportedTensorError, match="expanded"):
                             collective.call(group, good, out=out)
                 elif collective.name not in ("scatter", "all_to_all_list"):
                     with pytest.raises(UnsupportedTensorError):
                         collective.call(group, good.to_sparse() if kind == "sparse" else "text")
 
-            assert same(group.all_reduce(good), coded(0, (2, 2), self.home) + coded(1, (2, 2), self.home))
+            assert same(group.all_reduce(good), coded(0, (2, 2), group.device) + coded(1, (2, 2), group.device))
 
         self.ranks(body, 2)

@@ -75,7 +75,7 @@ class EndingTests(GroupConformance):
                 return
 
             with pytest.raises(StoreTimeoutError, match="rank 1"):
-                group.all_gather(coded(0, device=self.home))
+                group.all_gather(coded(0, device=group.device))
 
             over.set()
 
@@ -208,7 +208,7 @@ class EndingTests(GroupConformance):
 
     def test_close_right_after_the_last_call_disturbs_nobody(self) -> None:
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, device=self.home) for rank in range(3)]
+            xs = [coded(rank, device=group.device) for rank in range(3)]
             assert same(group.all_reduce(xs[group.rank]), xs[0] + xs[1] + xs[2])
 
         for _ in range(20):
@@ -280,7 +280,7 @@ class EndingTests(GroupConformance):
                 return
 
             some = [c for c in COLLECTIVES if c.exchanges or "mismatch" in self.declared]
-            works = [collective.call(group, coded(0, (4, 4), self.home), async_op=True) for collective in some]
+            works = [collective.call(group, coded(0, (4, 4), group.device), async_op=True) for collective in some]
             futures = [work.get_future() for work in works]
             called = threading.Semaphore(0)
             for future in futures:
@@ -302,7 +302,7 @@ class EndingTests(GroupConformance):
         """And a group of one needs nobody."""
 
         def body(group: ThreadGroup) -> None:
-            xs = [coded(0, (2, 2), self.home)]
+            xs = [coded(0, (2, 2), group.device)]
             assert same(collective.call(group, xs[0], timeout=SHORT), collective.wanted(xs, 0))
 
         self.ranks(body, 1)

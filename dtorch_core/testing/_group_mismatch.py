@@ -105,7 +105,7 @@ class MismatchTests(GroupConformance):
     """Every rank raises at the same call, and the group goes on."""
 
     def _still_right(self, group: ThreadGroup) -> None:
-        xs = [coded(rank, (3, 2), self.home) for rank in range(group.world_size)]
+        xs = [coded(rank, (3, 2), group.device) for rank in range(group.world_size)]
         assert same(group.all_gather(xs[group.rank]), torch.cat(xs))
         assert same(group.all_reduce(xs[group.rank]), sum(xs, torch.zeros_like(xs[0])))
 
@@ -115,7 +115,7 @@ class MismatchTests(GroupConformance):
         odd_call, call = DIFFERENT[different]
 
         def body(group: ThreadGroup) -> str:
-            x = coded(group.rank, (4, 4), self.home)
+            x = coded(group.rank, (4, 4), group.device)
             for _ in range(2):
                 with pytest.raises(CollectiveMismatchError, match=f"rank {1}") as caught:
                     (odd_call if group.rank == 1 else call)(group, x)
@@ -137,7 +137,7 @@ class MismatchTests(GroupConformance):
         wrong_call, error, call = WRONG[wrong]
 
         def body(group: ThreadGroup) -> None:
-            x = coded(group.rank, (4, 4), self.home)
+            x = coded(group.rank, (4, 4), group.device)
             for _ in range(2):
                 if group.rank == 1:
                     with pytest.raises(error):
@@ -153,7 +153,7 @@ class MismatchTests(GroupConformance):
     @requires("mismatch")
     def test_mismatch_of_every_rank_with_every_other(self) -> None:
         def body(group: ThreadGroup) -> None:
-            x = coded(group.rank, (4, 4), self.home)
+            x = coded(group.rank, (4, 4), group.device)
             calls: list[Callable[[], object]] = [
                 lambda: group.all_reduce(x),
                 lambda: group.all_gather(x),
@@ -177,7 +177,7 @@ class MismatchTests(GroupConformance):
         """Only the call that does not fit fails."""
 
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, (4, 4), self.home) for rank in range(2)]
+            xs = [coded(rank, (4, 4), group.device) for rank in range(2)]
             works = []
             for turn in range(12):
                 op = "max" if turn % 4 == 3 and group.rank == 0 else "sum"
@@ -204,7 +204,7 @@ class MismatchTests(GroupConformance):
                 group.split([0, 1] if group.rank == 0 else [1, 0])
 
             with pytest.raises(CollectiveMismatchError, match="split"):
-                group.split([0, 1]) if group.rank == 0 else group.all_reduce(coded(0, device=self.home))
+                group.split([0, 1]) if group.rank == 0 else group.all_reduce(coded(0, device=group.device))
 
             self._still_right(group)
 

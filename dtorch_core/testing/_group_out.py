@@ -30,10 +30,10 @@ class OutTests(GroupConformance):
     @pytest.mark.parametrize("memory", MEMORY)
     def test_out_holds_the_result(self, memory: str, collective: Collective, device: str) -> None:
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, (4, 2), device) for rank in range(2)]
+            xs = [coded(rank, (4, 2), group.device) for rank in range(2)]
             x = xs[group.rank].clone()
             wanted = collective.wanted(xs, group.rank)
-            out = MEMORY[memory](torch.zeros(4, 2, device=device) if wanted is None else wanted)
+            out = MEMORY[memory](torch.zeros(4, 2, device=group.device) if wanted is None else wanted)
             got = collective.call(group, x, out=out)
             assert same(x, xs[group.rank])
             if wanted is None:
@@ -51,7 +51,7 @@ class OutTests(GroupConformance):
 
         def body(group: ThreadGroup) -> None:
             for layout in (lambda t: t, lambda t: torch.stack([t, t], 1)[:, 0]):
-                xs = [coded(rank, (size,), device) for rank in range(3)]
+                xs = [coded(rank, (size,), group.device) for rank in range(3)]
                 x = layout(xs[group.rank].clone())
                 wanted = collective.wanted(xs, group.rank)
                 got = collective.call(group, x, out=x)
@@ -66,7 +66,7 @@ class OutTests(GroupConformance):
 
         def body(group: ThreadGroup) -> None:
             for split_dim, concat_dim in ((0, 0), (1, 1)):
-                xs = [coded(rank, (3 * n, 3 * n), device) for rank in range(3)]
+                xs = [coded(rank, (3 * n, 3 * n), group.device) for rank in range(3)]
                 x = xs[group.rank].clone()
                 wanted = torch.cat([chunks(y, 3, split_dim)[group.rank] for y in xs], concat_dim)
                 assert group.all_to_all(x, split_dim, concat_dim, out=x) is x
@@ -80,32 +80,32 @@ class OutTests(GroupConformance):
 
         def body(group: ThreadGroup) -> None:
             for place in range(3):
-                xs = [coded(rank, (3 * n,), device) for rank in range(3)]
+                xs = [coded(rank, (3 * n,), group.device) for rank in range(3)]
                 x = xs[group.rank].clone()
                 chunk = x[n * place :][:n]
                 assert group.reduce_scatter(x, out=chunk) is chunk
                 assert same(chunk, chunks(xs[0] + xs[1] + xs[2], 3, 0)[group.rank])
 
-                whole = torch.full((3 * n,), -1.0, device=device)
+                whole = torch.full((3 * n,), -1.0, device=group.device)
                 chunk = whole[n * place :][:n]
-                chunk.copy_(coded(group.rank, (n,), device))
+                chunk.copy_(coded(group.rank, (n,), group.device))
                 assert group.all_gather(chunk, out=whole) is whole
-                assert same(whole, torch.cat([coded(rank, (n,), device) for rank in range(3)]))
+                assert same(whole, torch.cat([coded(rank, (n,), group.device) for rank in range(3)]))
 
                 # In its own place, as c10d's in-place forms want it.
-                whole = torch.full((3 * n,), -1.0, device=device)
+                whole = torch.full((3 * n,), -1.0, device=group.device)
                 chunk = whole[n * group.rank :][:n]
-                chunk.copy_(coded(group.rank, (n,), device))
+                chunk.copy_(coded(group.rank, (n,), group.device))
                 group.all_gather(chunk, out=whole)
-                assert same(whole, torch.cat([coded(rank, (n,), device) for rank in range(3)]))
+                assert same(whole, torch.cat([coded(rank, (n,), group.device) for rank in range(3)]))
 
         self.ranks(body, 3, device)
 
     def test_out_of_scatter_may_be_any_of_the_inputs(self, device: str) -> None:
         def body(group: ThreadGroup) -> None:
             for place in range(3):
-                xs = [coded(rank, (5,), device) for rank in range(3)]
-                out = xs[place] if group.rank == 1 else torch.empty(5, device=device)
+                xs = [coded(rank, (5,), group.device) for rank in range(3)]
+                out = xs[place] if group.rank == 1 else torch.empty(5, device=group.device)
                 wanted = xs[group.rank].clone()
                 assert group.scatter(xs if group.rank == 1 else None, 1, out=out) is out
                 assert same(out, wanted)
@@ -114,9 +114,9 @@ class OutTests(GroupConformance):
 
     def test_out_that_overlaps_its_input(self, device: str) -> None:
         def body(group: ThreadGroup) -> None:
-            storage = coded(group.rank, (8,), device)
+            storage = coded(group.rank, (8,), group.device)
             x, out = storage[:6], storage[1:7]
-            wanted = coded(0, (6,), device) + coded(1, (6,), device)
+            wanted = coded(0, (6,), group.device) + coded(1, (6,), group.device)
             assert same(group.all_reduce(x, out=out), wanted)
 
         self.ranks(body, 2, device)
@@ -125,9 +125,10 @@ class OutTests(GroupConformance):
     @requires("mismatch")
     def test_out_that_does_not_fit_is_refused_and_the_others_learn_it(self, collective: Collective) -> None:
         def body(group: ThreadGroup) -> None:
-            x = coded(group.rank, (4, 2), self.home)
+            x = coded(group.rank, (4, 2), group.device)
             guilty = group.world_size - 1  # the root, where there is one
-            for out in (torch.empty(9, 9, device=self.home), torch.empty(4, 2, device=self.home, dtype=torch.int64)):
+            memory = torch.empty(9, 9, device=group.device)
+            for out in (memory, torch.empty(4, 2, device=group.device, dtype=torch.int64)):
                 if group.rank == guilty:
                     with pytest.raises(UnsupportedTensorError, match="out="):
                         collective.call(group, x, out=out)
@@ -135,7 +136,7 @@ class OutTests(GroupConformance):
                     with pytest.raises(CollectiveMismatchError, match=f"rank {guilty}.*out="):
                         collective.call(group, x)
 
-            xs = [coded(rank, (4, 2), self.home) for rank in range(2)]
+            xs = [coded(rank, (4, 2), group.device) for rank in range(2)]
             assert same(collective.call(group, x), collective.wanted(xs, group.rank))
 
         self.ranks(body, 2)

@@ -33,9 +33,9 @@ class MessageTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             for number, shape in enumerate(SHAPES):
                 if group.rank == 0:
-                    assert group.send(coded(number, shape, device), 1) is None
+                    assert group.send(coded(number, shape, group.device), 1) is None
                 else:
-                    assert same(group.recv(0), coded(number, shape, device)), shape
+                    assert same(group.recv(0), coded(number, shape, group.device)), shape
 
         self.ranks(body, 2, device)
 
@@ -45,9 +45,9 @@ class MessageTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             for dtype in all_dtypes():
                 if group.rank == 0:
-                    group.send(of_dtype(3, dtype, device), 1)
+                    group.send(of_dtype(3, dtype, group.device), 1)
                 else:
-                    assert same(group.recv(0), of_dtype(3, dtype, device)), dtype
+                    assert same(group.recv(0), of_dtype(3, dtype, group.device)), dtype
 
         self.ranks(body, 2, device)
 
@@ -56,10 +56,10 @@ class MessageTests(GroupConformance):
     def test_message_of_any_layout(self, layout: str, device: str) -> None:
         def body(group: ThreadGroup) -> None:
             if group.rank == 0:
-                group.send(LAYOUTS[layout](1).to(device), 1)
+                group.send(LAYOUTS[layout](1).to(group.device), 1)
             else:
                 got = group.recv(0)
-                assert same(got, LAYOUTS[layout](1).to(device))
+                assert same(got, LAYOUTS[layout](1).to(group.device))
                 assert not got.requires_grad
                 got.add_(1)  # the receiver's own
 
@@ -72,7 +72,7 @@ class MessageTests(GroupConformance):
 
         def body(group: ThreadGroup) -> None:
             if group.rank == 0:
-                x = coded(1, (5,), device)
+                x = coded(1, (5,), group.device)
                 group.send(x, 1)
                 x.fill_(-1)
                 written.set()
@@ -81,7 +81,7 @@ class MessageTests(GroupConformance):
             else:
                 assert written.wait(self.patience)
                 got = group.recv(0)
-                assert same(got, coded(1, (5,), device))
+                assert same(got, coded(1, (5,), group.device))
                 got.fill_(-2)
                 group.barrier()
 
@@ -92,9 +92,9 @@ class MessageTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             for number in range(200):
                 if group.rank == 0:
-                    group.send(coded(number, (3,), self.home), 1)
+                    group.send(coded(number, (3,), group.device), 1)
                 else:
-                    assert same(group.recv(0), coded(number, (3,), self.home))
+                    assert same(group.recv(0), coded(number, (3,), group.device))
 
         self.ranks(body, 2)
 
@@ -106,12 +106,12 @@ class MessageTests(GroupConformance):
             others = [rank for rank in range(3) if rank != group.rank]
             for number in range(30):
                 for dst in others:
-                    group.send(coded(100 * group.rank + number, (2,), self.home), dst)
+                    group.send(coded(100 * group.rank + number, (2,), group.device), dst)
 
             group.barrier()
             for number in range(30):
                 for src in others:
-                    assert same(group.recv(src), coded(100 * src + number, (2,), self.home))
+                    assert same(group.recv(src), coded(100 * src + number, (2,), group.device))
 
         self.ranks(body, 3)
 
@@ -121,12 +121,12 @@ class MessageTests(GroupConformance):
             for number in range(10):
                 if group.rank == 0:
                     for tag in (5, 0, 7):
-                        group.send(coded(10 * number + tag, device=self.home), 1, tag)
+                        group.send(coded(10 * number + tag, device=group.device), 1, tag)
 
             if group.rank == 1:
                 for tag in (7, 5, 0):
                     for number in range(10):
-                        assert same(group.recv(0, tag), coded(10 * number + tag, device=self.home))
+                        assert same(group.recv(0, tag), coded(10 * number + tag, device=group.device))
 
         self.ranks(body, 2)
 
@@ -138,7 +138,7 @@ class MessageTests(GroupConformance):
                 assert got == sorted(1000 * (10 * rank + number + 1) for rank in (1, 2, 3) for number in range(3))
             else:
                 for number in range(3):
-                    group.send(coded(10 * group.rank + number, device=self.home), 0)
+                    group.send(coded(10 * group.rank + number, device=group.device), 0)
 
         self.ranks(body, 4)
 
@@ -147,7 +147,7 @@ class MessageTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             if group.rank != 0:
                 for number in range(20):
-                    group.send(coded(100 * group.rank + number, (1,), self.home), 0, number % 2)
+                    group.send(coded(100 * group.rank + number, (1,), group.device), 0, number % 2)
 
                 return
 
@@ -166,10 +166,10 @@ class MessageTests(GroupConformance):
     def test_message_to_oneself(self, world_size: int, device: str) -> None:
         def body(group: ThreadGroup) -> None:
             for number in range(5):
-                group.send(coded(number, (3,), device), group.rank)
+                group.send(coded(number, (3,), group.device), group.rank)
 
             for number in range(5):
-                assert same(group.recv(group.rank), coded(number, (3,), device))
+                assert same(group.recv(group.rank), coded(number, (3,), group.device))
 
         self.ranks(body, world_size, device)
 
@@ -177,8 +177,8 @@ class MessageTests(GroupConformance):
     def test_ranks_may_send_to_each_other_at_once(self) -> None:
         def body(group: ThreadGroup) -> None:
             for number in range(50):
-                group.send(coded(group.rank + 10 * number, (400,), self.home), 1 - group.rank)
-                assert same(group.recv(1 - group.rank), coded(1 - group.rank + 10 * number, (400,), self.home))
+                group.send(coded(group.rank + 10 * number, (400,), group.device), 1 - group.rank)
+                assert same(group.recv(1 - group.rank), coded(1 - group.rank + 10 * number, (400,), group.device))
 
         self.ranks(body, 2)
 
@@ -187,15 +187,15 @@ class MessageTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             if group.rank == 0:
                 for number in range(3):
-                    group.send(coded(number, (4, 2), device), 1)
+                    group.send(coded(number, (4, 2), group.device), 1)
 
                 return
 
-            memory = [torch.zeros(4, 2, device=device), torch.zeros(2, 4, device=device).t()]
-            memory.append(torch.zeros(4, 2, device=device).requires_grad_())
+            memory = [torch.zeros(4, 2, device=group.device), torch.zeros(2, 4, device=group.device).t()]
+            memory.append(torch.zeros(4, 2, device=group.device).requires_grad_())
             for number, out in enumerate(memory):
                 assert group.recv(0, out=out) is out
-                assert same(out, coded(number, (4, 2), device))
+                assert same(out, coded(number, (4, 2), group.device))
 
         self.ranks(body, 2, device)
 
@@ -207,19 +207,19 @@ class MessageTests(GroupConformance):
             memory = [torch.zeros(3), torch.zeros(5), torch.zeros(4, dtype=torch.int64), torch.zeros(2, 2)]
             for number, out in enumerate(memory):
                 if group.rank == 0:
-                    group.send(coded(number, (4,), self.home), 1)
+                    group.send(coded(number, (4,), group.device), 1)
                     continue
 
-                out = out.to(self.home)
+                out = out.to(group.device)
                 with pytest.raises(CollectiveMismatchError, match=r"rank 0.*float32\[4\]"):
                     group.recv(0, out=out)
 
                 assert out.eq(0).all()
 
             if group.rank == 0:
-                group.send(coded(9, (4,), self.home), 1)
+                group.send(coded(9, (4,), group.device), 1)
             else:
-                assert same(group.recv(0), coded(9, (4,), self.home))
+                assert same(group.recv(0), coded(9, (4,), group.device))
 
         self.ranks(body, 2)
 
@@ -231,7 +231,7 @@ class MessageTests(GroupConformance):
             if group.rank == 0:
                 assert given_up.wait(self.patience)
                 for number in range(3):
-                    group.send(coded(number, device=self.home), 1)
+                    group.send(coded(number, device=group.device), 1)
 
                 return
 
@@ -244,7 +244,7 @@ class MessageTests(GroupConformance):
 
             given_up.set()
             for number in range(3):
-                assert same(group.recv(0), coded(number, device=self.home))
+                assert same(group.recv(0), coded(number, device=group.device))
 
         self.ranks(body, 2)
 
@@ -267,36 +267,36 @@ class MessageTests(GroupConformance):
                 assert not works[0].is_completed()
                 group.barrier()
                 for number, work in reversed(list(enumerate(works))):
-                    assert same(work.result(), coded(number, device=self.home))
+                    assert same(work.result(), coded(number, device=group.device))
                     assert work.is_completed()
                     assert work.exception() is None
 
                 work = group.recv(0, async_op=True)
                 future = work.get_future()
                 group.barrier()
-                assert same(future.wait(), coded(5, device=self.home))
+                assert same(future.wait(), coded(5, device=group.device))
                 return
 
             group.barrier()
             for number in range(5):
-                assert group.send(coded(number, device=self.home), 1, async_op=True).wait() is True
+                assert group.send(coded(number, device=group.device), 1, async_op=True).wait() is True
 
             group.barrier()
-            assert group.send(coded(5, device=self.home), 1, async_op=True).get_future().wait() is None
+            assert group.send(coded(5, device=group.device), 1, async_op=True).get_future().wait() is None
 
         self.ranks(body, 2)
 
     @requires("p2p")
     def test_messages_and_collectives_do_not_mix(self) -> None:
         def body(group: ThreadGroup) -> None:
-            xs = [coded(rank, device=self.home) for rank in range(2)]
+            xs = [coded(rank, device=group.device) for rank in range(2)]
             for number in range(20):
                 if group.rank == 0:
-                    group.send(coded(number, device=self.home), 1)
+                    group.send(coded(number, device=group.device), 1)
 
                 assert same(group.all_reduce(xs[group.rank]), xs[0] + xs[1])
                 if group.rank == 1:
-                    assert same(group.recv(0), coded(number, device=self.home))
+                    assert same(group.recv(0), coded(number, device=group.device))
 
         self.ranks(body, 2)
 
@@ -306,12 +306,12 @@ class MessageTests(GroupConformance):
 
         def body(group: ThreadGroup) -> None:
             if group.rank == 0:
-                group.send(coded(0, device=self.home), 1)
+                group.send(coded(0, device=group.device), 1)
                 assert waiting.wait(self.patience)
                 group.close()
                 return
 
-            assert same(group.recv(0), coded(0, device=self.home))
+            assert same(group.recv(0), coded(0, device=group.device))
             call = Background(lambda: group.recv(0, timeout=LONG_WAIT))
             asleep(call)
             waiting.set()
@@ -329,12 +329,12 @@ class MessageTests(GroupConformance):
 
         def body(group: ThreadGroup) -> None:
             if group.rank == 0:
-                group.send(coded(0, device=self.home), 1)
+                group.send(coded(0, device=group.device), 1)
                 group.close()
                 left.set()
             else:
                 assert left.wait(self.patience)
-                assert same(group.recv(0), coded(0, device=self.home))
+                assert same(group.recv(0), coded(0, device=group.device))
 
         if "multi_process" in self.declared:
             pytest.skip("what a process sent may go with it")
@@ -344,7 +344,7 @@ class MessageTests(GroupConformance):
     @requires("p2p")
     def test_wrong_messages_are_refused(self) -> None:
         def body(group: ThreadGroup) -> None:
-            x = coded(0, device=self.home)
+            x = coded(0, device=group.device)
             with pytest.raises(ValueError, match="rank 2"):
                 group.send(x, 2)
 
@@ -355,7 +355,7 @@ class MessageTests(GroupConformance):
                 group.send(x.to_sparse(), 1)
 
             with pytest.raises(UnsupportedTensorError):
-                group.recv(1, out=torch.zeros(1, device=self.home).expand(7))
+                group.recv(1, out=torch.zeros(1, device=group.device).expand(7))
 
             with pytest.raises(TypeError):
                 group.send(x, 1, tag="urgent")  # type: ignore[arg-type]
@@ -364,7 +364,7 @@ class MessageTests(GroupConformance):
 
     @undeclared("p2p")
     def test_messages_are_refused(self) -> None:
-        self._refuses("p2p", lambda group: group.send(coded(0, device=self.home), 1 - group.rank))
+        self._refuses("p2p", lambda group: group.send(coded(0, device=group.device), 1 - group.rank))
         self._refuses("p2p", lambda group: group.recv(1 - group.rank))
 
     @requires("p2p")
@@ -375,13 +375,13 @@ class MessageTests(GroupConformance):
     @requires("p2p")
     @undeclared("tags")
     def test_tags_are_refused(self) -> None:
-        self._refuses("tags", lambda group: group.send(coded(0, device=self.home), 1 - group.rank, 3))
+        self._refuses("tags", lambda group: group.send(coded(0, device=group.device), 1 - group.rank, 3))
         self._refuses("tags", lambda group: group.recv(1 - group.rank, 3))
 
     @requires("p2p")
     @undeclared("self_send")
     def test_sending_to_oneself_is_refused(self) -> None:
-        self._refuses("self_send", lambda group: group.send(coded(0, device=self.home), group.rank))
+        self._refuses("self_send", lambda group: group.send(coded(0, device=group.device), group.rank))
         self._refuses("self_send", lambda group: group.recv(group.rank))
 
     def _refuses(self, word: str, call: Callable[[ThreadGroup], object]) -> None:

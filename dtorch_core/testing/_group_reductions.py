@@ -132,7 +132,7 @@ class ReductionTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             for dtype in dtypes:
                 xs = [input_of(rank, dtype) for rank in range(world_size)]
-                mine = xs[group.rank].to(device)
+                mine = xs[group.rank].to(group.device)
                 for op in ops:
                     wanted = reduced(op, xs)
                     case = f"{op} of {dtype}"
@@ -173,7 +173,7 @@ class ReductionTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             for op in BITWISE:
                 with pytest.raises(UnsupportedOperationError, match="bitwise_ops"):
-                    group.all_reduce(coded(0, device=self.home, dtype=torch.int32), op)
+                    group.all_reduce(coded(0, device=group.device, dtype=torch.int32), op)
 
         self.ranks(body, 2)
 
@@ -182,7 +182,7 @@ class ReductionTests(GroupConformance):
         """2048 + 1 + 1 is 2050 in float32 and stays 2048 where each step is rounded to float16."""
 
         def body(group: ThreadGroup) -> None:
-            x = torch.tensor([2048.0 if group.rank == 0 else 1.0], dtype=torch.float16, device=device)
+            x = torch.tensor([2048.0 if group.rank == 0 else 1.0], dtype=torch.float16, device=group.device)
             assert group.all_reduce(x).item() == 2050
 
         self.ranks(body, 3, device)
@@ -197,12 +197,12 @@ class ReductionTests(GroupConformance):
                 cases += [(dtype, op) for dtype in (*FLOATS, *COMPLEX) for op in BITWISE]
 
             for dtype, op in cases:
-                x = torch.zeros(4, device=device).to(dtype)
+                x = torch.zeros(4, device=group.device).to(dtype)
                 for call in (group.all_reduce, group.reduce, group.reduce_scatter):
                     with pytest.raises(UnsupportedTensorError, match=op):
                         call(x, op=op)
 
-            assert same(group.all_reduce(coded(0, device=device)), 2 * coded(0, device=device))
+            assert same(group.all_reduce(coded(0, device=group.device)), 2 * coded(0, device=group.device))
 
         self.ranks(body, 2, device)
 
@@ -210,14 +210,14 @@ class ReductionTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             for op in ("summ", "premul_sum", ""):
                 with pytest.raises(UnsupportedOperationError, match=op or "no reduce op"):
-                    group.all_reduce(coded(0, device=self.home), op)
+                    group.all_reduce(coded(0, device=group.device), op)
 
         self.ranks(body, 2)
 
     def test_reduction_of_nothing(self, device: str) -> None:
         def body(group: ThreadGroup) -> None:
             for dtype in (torch.float32, torch.int64, torch.bool):
-                x = torch.empty(0, 2, dtype=dtype, device=device)
+                x = torch.empty(0, 2, dtype=dtype, device=group.device)
                 for op in ("sum", "product", "min", "max"):
                     assert same(group.all_reduce(x, op), x)
                     assert same(group.reduce_scatter(x, 0, op), x)

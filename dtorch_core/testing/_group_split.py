@@ -17,7 +17,7 @@ class SplitTests(GroupConformance):
 
     def _works(self, group: ThreadGroup, members: list[int], me: int) -> None:
         """It is a group of ``members``, ranks of the world, in that order."""
-        xs = [coded(member, (4, 4), self.home) for member in members]
+        xs = [coded(member, (4, 4), group.device) for member in members]
         assert (group.rank, group.world_size) == (members.index(me), len(members))
         assert group.backend == self.backend or group.selection.asked_by != "argument"
         assert same(group.all_gather_list(xs[group.rank]), xs)
@@ -65,7 +65,7 @@ class SplitTests(GroupConformance):
         def body(group: ThreadGroup) -> None:
             first, second = group.split([0, 1, 2]), group.split([2, 1, 0])
             assert first is not None and second is not None
-            xs = [coded(rank, (5,), self.home) for rank in range(3)]
+            xs = [coded(rank, (5,), group.device) for rank in range(3)]
             works = []
             for number in range(20):
                 for part in (first, second, group):

@@ -48,7 +48,6 @@ def devices(world_size):
 
 def on_ranks(body, world_size=2, timeout=LIMIT):
     def rank(ctx):
-        torch.cuda.set_device(ctx.device)
         with ctx.open_group(backend="nccl", timeout=timeout) as group:
             return body(group)
 
@@ -64,19 +63,6 @@ class TestKit(ThreadGroupTests):
 
     backend = "nccl"
     patience = LIMIT
-
-    def devices(self, device, world_size):
-        if world_size > GPUS:
-            pytest.skip(f"{world_size} ranks take {world_size} GPUs, and there are {GPUS}")
-
-        return devices(world_size)
-
-    def raw_ranks(self, rank, world_size, device=None):
-        def on_own_gpu(ctx):
-            torch.cuda.set_device(ctx.device)
-            return rank(ctx)
-
-        return super().raw_ranks(on_own_gpu, world_size, device)
 
 
 class TestSelection:
@@ -140,7 +126,6 @@ class TestFailure:
         over = threading.Event()
 
         def rank(ctx):
-            torch.cuda.set_device(ctx.device)
             group = ctx.open_group(backend="nccl", timeout=LIMIT)
             if ctx.rank == 1:
                 assert over.wait(LIMIT)
@@ -163,7 +148,6 @@ class TestFailure:
         queued = threading.Event()
 
         def rank(ctx):
-            torch.cuda.set_device(ctx.device)
             group = ctx.open_group(backend="nccl", timeout=LIMIT)
             if ctx.rank == 1:
                 assert queued.wait(LIMIT)
@@ -192,7 +176,6 @@ class TestFailure:
 
     def test_failed_rank_ends_the_run(self):
         def rank(ctx):
-            torch.cuda.set_device(ctx.device)
             with ctx.open_group(backend="nccl", timeout=LIMIT) as group:
                 if ctx.rank == 1:
                     raise ZeroDivisionError("on purpose")
@@ -236,7 +219,6 @@ class TestSeveralGroups:
         dense = torch.arange(80.0).reshape(8, 10)
 
         def rank(ctx):
-            torch.cuda.set_device(ctx.device)
             with ctx.open_manager() as manager:
                 row, column = divmod(ctx.rank, 2)
                 mine = dense.chunk(n // 2, 0)[row].chunk(2, 1)[column].to(ctx.device)
@@ -281,7 +263,6 @@ class TestSeveralGroups:
 
 class TestTorchDistributed:
     def program(self, ctx):
-        torch.cuda.set_device(ctx.device)
         assert dist.get_backend() == "dtorch"
         x = part(ctx.rank, ctx.device, 4)
         dist.all_reduce(x)
@@ -310,7 +291,6 @@ class TestTorchDistributed:
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         def rank(ctx):
-            torch.cuda.set_device(ctx.device)
             mesh = init_device_mesh("cuda", (2,))
             dense = torch.arange(24.0, device=ctx.device).reshape(4, 6)
             for target in ([Shard(1)], [Replicate()], [Shard(0)]):
