@@ -151,7 +151,8 @@ class TestReport:
         found = list(goals.of_all(measured))
         told = json.loads(json.dumps(facts.facts({"torch": "2"}, measured, fitted, found, ["one"])))
         assert set(told) == {
-            "setting", "collectives", "lines", "exchange", "exchange on a gpu", "goals", "skipped"
+            "setting", "collectives", "lines", "exchange", "exchange on a gpu", "all_reduce, a gpu each", "goals",
+            "skipped",
         }  # fmt: skip
         cell = told["collectives"][0]
         assert {name: cell[name] for name in ("operation", "bytes", "ranks", "device")} == {
@@ -327,6 +328,7 @@ class TestCommand:
             (["--sizes", "1MiB", "--max-bytes", "1KiB"], "no size is left: all are larger than 1 KiB"),
             (["--operations", "allreduce"], "no 'allreduce'. Did you mean 'all_reduce'? There are: all_reduce, "),
             (["--profile", "bcast"], "--profile: there is no 'bcast'. Did you mean 'broadcast'?"),
+            (["--only", "own-gpus"], "--only own-gpus needs --device cuda"),
             (["--device", "cuda:99"], "there is no cuda:99: torch sees "),
             (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json can't be written"),
             (["--ranks", "none"], "must be a number of at least 1"),

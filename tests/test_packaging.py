@@ -217,6 +217,13 @@ class TestPluginAlone:
         assert_clean(environment, {"dtorch-core", "dtorch-memory-store", "dtorch-samedevice-group"})
         chosen = "repeats or test_reduction or test_mismatch or test_message or test_collective_of_any_layout"
         assert re.search(r"\d+ passed", environment.pytest(FOLDERS["dtorch_samedevice_group"] / "tests", chosen))
+        measured = environment.dtorch(
+            *("bench", "--only", "collectives", "--operations", "all_reduce", "--ranks", "2", "--sizes", "1KiB"),
+            *("--rounds", "1", "--no-gloo"),
+        )
+        assert measured.returncode == 0, measured.stderr
+        assert "\nall_reduce  1 KiB " in measured.stdout
+        assert "\nskipped: group, ranks as processes: " in measured.stdout, "there is no store for them"
 
     def test_samedevice_group_without_a_store_names_the_pip_command(self, environment: Environment) -> None:
         environment.install("dtorch-samedevice-group")
@@ -251,6 +258,9 @@ class TestCoreAlone:
         explained = environment.dtorch("explain", "--kind", "store", "--ranks", "2")
         assert "pip install dtorch-memory-store" in explained.stdout
         assert "Traceback" not in explained.stderr
+        measured = environment.dtorch("bench")
+        assert (measured.returncode, measured.stdout) == (1, "")
+        assert "pip install dtorch-samedevice-group" in measured.stderr
 
 
 class TestWithoutTorch:

@@ -44,6 +44,10 @@ def facts(
         ],
         "exchange": _by_size(measured.exchange, exchange.limits),
         "exchange on a gpu": _by_size(measured.gpu_exchange, lambda name, series: ()),
+        "all_reduce, a gpu each": [
+            {**of._asdict(), "subjects": _subjects(series, lambda name, series: ())}
+            for of, series in measured.own_gpus.items()
+        ],
         "goals": [
             {
                 "goal": goal.text,

@@ -15,11 +15,12 @@ from dtorch_core._reasons import Kind
 from dtorch_core._selector import choose
 from dtorch_core._text import one_line
 from dtorch_core._topology import imagine
-from dtorch_core.bench import collectives, exchange, facts, goals, gpu_exchange, plot, profile, report
+from dtorch_core.bench import collectives, exchange, facts, goals, gpu_exchange, own_gpus, plot, profile, report
 from dtorch_core.bench.collectives import Plan
 from dtorch_core.bench.load import OthersLoad
+from dtorch_core.bench.timing import Series
 
-TABLES = ("collectives", "exchange")
+TABLES = ("collectives", "exchange", "own-gpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,32 @@ def _measured(plan: Plan, tables: Sequence[str]) -> report.Measured:
         elif "processes" in served.ranks_as:
             measured.gpu_exchange = gpu_exchange.measure(plan.device, plan.rounds, plan.sizes, _progress)
 
+    if "own-gpus" in tables and plan.device != "cpu":
+        measured.own_gpus = _own_gpus(plan)
+
     _progress("")
     return measured
+
+
+def _own_gpus(plan: Plan) -> dict[report.OwnGpus, Series]:
+    """Ranks that have a GPU each, where there are so many."""
+    results: dict[report.OwnGpus, Series] = {}
+    for ranks in plan.ranks:
+        devices, gpus = tuple(f"cuda:{rank}" for rank in range(ranks)), torch.cuda.device_count()
+        if gpus < ranks:
+            plan.skipped.append(f"{ranks} ranks with a GPU each: there are {gpus} GPUs")
+            continue
+
+        for how in plan.ranks_as:
+            refusal = choose("group", imagine(ranks, how, devices), backend="nccl")[1]
+            if refusal is not None:
+                plan.skipped.append(f"{ranks} ranks with a GPU each, as {how}: {one_line(str(refusal))}")
+                continue
+
+            measured = own_gpus.measure(ranks, how, plan.rounds, plan.sizes, _progress)
+            results |= {report.OwnGpus(ranks, how, nbytes): series for nbytes, series in measured.items()}
+
+    return results
 
 
 def _served(plan: Plan, kind: Kind) -> Plan:

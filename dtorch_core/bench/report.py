@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,14 @@ from dtorch_core.bench.timing import Series
 Limits = Callable[[str, Series], Sequence[str]]
 
 
+class OwnGpus(NamedTuple):
+    """A line of the table of ranks that have a GPU each."""
+
+    ranks: int
+    ranks_as: str
+    nbytes: int
+
+
 @dataclass(slots=True)
 class Measured:
     """What one run has measured; what was not asked for is empty."""
@@ -30,6 +39,8 @@ class Measured:
     """The four steps of a tensor on the CPU, by its bytes."""
     gpu_exchange: Mapping[int, Series] = field(default_factory=dict)
     """The four steps of a tensor on a GPU, between processes."""
+    own_gpus: Mapping[OwnGpus, Series] = field(default_factory=dict)
+    """all_reduce of ranks that have a GPU each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,10 @@ def tables(measured: Measured) -> Iterator[Iterable[str]]:
 
     if measured.exchange:
         yield _exchange_table("exchange", measured.exchange, exchange.limits)
+
+    if measured.own_gpus:
+        rows = {(f"{of.ranks} {of.ranks_as}", size(of.nbytes)): each for of, each in measured.own_gpus.items()}
+        yield _table(("all_reduce, a GPU each", "size"), rows, lambda name, series: ())
 
     if measured.gpu_exchange:
         yield _exchange_table("exchange, one GPU, processes", measured.gpu_exchange, lambda name, series: ())

@@ -22,7 +22,7 @@ _ROUNDS, _QUICK = 9, 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, and where the results go."""
-    parser.add_argument("--only", choices=("collectives", "exchange"), help="these tables only")
+    parser.add_argument("--only", choices=("collectives", "exchange", "own-gpus"), help="this table only")
     parser.add_argument("--device", type=_device, default="cpu", help="that all ranks share: cpu, or cuda:N (cpu)")
     parser.add_argument("--ranks", type=_count, nargs="+", metavar="N", help="world sizes of the collectives (2 4)")
     parser.add_argument("--ranks-as", choices=("threads", "processes"), help="both where not given")
@@ -74,6 +74,9 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         device = options.device
         if device != "cpu" and int(device.partition(":")[2]) >= torch.cuda.device_count():
             raise argparse.ArgumentTypeError(f"there is no {device}: torch sees {torch.cuda.device_count()} GPUs here")
+
+        if options.only == "own-gpus" and device == "cpu":
+            raise argparse.ArgumentTypeError("--only own-gpus needs --device cuda")
 
         plan = Plan(
             device=device,
