@@ -58,6 +58,7 @@ class BackendContext:
         :raises StoreTimeoutError: if a rank has not come in time; it is named.
         :raises PeerLostError: if a rank's process has ended.
         :raises AbortedError: if another rank failed, or this rank's run was ended.
+        :raises ProtocolError: the second time, and when the factory has returned.
         """
         return self._exchange(payload)
 

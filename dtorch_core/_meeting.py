@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
@@ -70,7 +70,7 @@ class Meeting:
         self._deadline = started + min(timeout, LONGEST)
         self._lock = threading.Lock()
         self._reason: str | None = None
-        self._over = False
+        self._over = self._exchanged = False
         self._seen: dict[int, tuple[Member, ...]] = {}
         """The other processes whose end can be seen here: by pid, with their ranks."""
         self._deaths: _deaths.Deaths | None = None
@@ -132,6 +132,17 @@ class Meeting:
             raise AbortedError(f"{self._label}: {self._reason}")
 
         raise self._error(verdict)
+
+    def exchange_of_backend(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What the factory of a backend exchanges.
+
+        :raises ProtocolError: the second time, and when the opening is over.
+        """
+        if self._exchanged or self._over:
+            raise ProtocolError(f"{self._label}, rank {self._rank}: exchange() is for the factory of a backend, once")
+
+        self._exchanged = True
+        return self.exchange("built", dict(payload))
 
     def failure(self, seconds: float) -> DtorchError | None:
         """What this opening fails with on every rank, if it does within so many seconds."""

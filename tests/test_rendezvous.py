@@ -771,6 +771,58 @@ class TestFactory:
         opened(3).join()
         assert [len(set(found[:3])), len(set(found[3:]))] == [1, 1]
 
+    def test_factories_exchange_what_they_say(self, fake):
+        found, tokens = {}, []
+
+        def exchange(ctx):
+            tokens.append(ctx.token)
+            found[ctx.rank] = ctx.exchange({"rank": ctx.rank, "odd": [ctx.name, None]})
+            with pytest.raises(ProtocolError, match=f"rank {ctx.rank}: exchange.*once"):
+                ctx.exchange({})
+
+        fake.behave.update({rank: exchange for rank in range(3)})
+        stores = opened(3).join()
+        assert found == {rank: [{"rank": other, "odd": ["x", None]} for other in range(3)] for rank in range(3)}
+        assert len(set(tokens)) == 1 and tokens[0].isalnum()
+        opened(3).join()
+        assert len(set(tokens)) == 2
+        with pytest.raises(ProtocolError):
+            stores[0].context.exchange({})
+
+    @pytest.mark.parametrize("comes", [True, False])
+    def test_factory_that_fails_ends_the_exchange_of_the_others(self, fake, comes):
+        def exchange(ctx):
+            ctx.exchange({})
+
+        def fail(ctx):
+            if comes:
+                ctx.exchange({})
+
+            raise OSError("no room")
+
+        fake.behave.update({0: exchange, 1: fail, 2: exchange})
+        ranks = opened(3)
+        outcomes = ranks.join()
+        raised(outcomes[1:2], OSError)
+        for text in raised([outcomes[0], outcomes[2]], AbortedError):
+            assert "rank 1 failed: OSError: no room" in text
+
+        assert ranks.seconds < PROMPT
+
+    def test_rank_that_finds_another_one_gone_learns_why(self, fake):
+        errors = {}
+
+        def ask(ctx):
+            errors[ctx.rank] = ctx.failure(LONG)
+            raise errors[ctx.rank]
+
+        fake.behave.update({0: ask, 1: lambda ctx: 1 / 0})
+        raised(opened(2).join()[:1], AbortedError)
+        assert "rank 1 failed: ZeroDivisionError" in str(errors[0])
+        fake.behave.update({0: lambda ctx: errors.update({2: ctx.failure(0.01)}), 1: lambda ctx: None})
+        assert [store.rank for store in opened(2).join()] == [0, 1]
+        assert errors[2] is None
+
     @pytest.mark.parametrize("odd", [0, 1, 2])
     def test_raises_on_one_rank(self, fake, odd):
         def fail(ctx):
