@@ -71,7 +71,7 @@ class Meeting:
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._over = self._exchanged = False
-        self._seen: dict[int, tuple[Member, ...]] = {}
+        self._seen: Mapping[int, tuple[Member, ...]] = {} if parent is None else parent._seen
         """The other processes whose end can be seen here: by pid, with their ranks."""
         self._deaths: _deaths.Deaths | None = None
         with self._reaching():

@@ -453,19 +453,20 @@ class TestKillWhileOpening:
         assert max(took) < LATEST
         self.nothing_is_left(ranks, 1, "group")
 
-    def test_rank_that_serves_the_rendezvous(self, ranks):
+    @pytest.mark.parametrize("kind", ["store", "group"])
+    def test_rank_that_serves_the_rendezvous(self, ranks, kind):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             rendezvous = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
         dead = ranks.idle(3)[0]
-        answers, took = self.survive(ranks, CORE + "load_factory", None, 0, rendezvous=rendezvous)
+        answers, took = self.survive(ranks, CORE + "load_factory", None, 0, kind, rendezvous)
         for answer in answers:
             assert answer.get("error") == "PeerLostError", answer
             assert f"rank 0 (pid {dead.pid})" in answer["text"], answer["text"]
 
         assert max(took) < LATEST
-        self.nothing_is_left(ranks, 0)
+        self.nothing_is_left(ranks, 0, kind)
 
     @pytest.mark.parametrize("where", [CORE + "Meeting.exchange", CORE + "_meet"])
     def test_rank_of_which_nobody_knows_costs_the_timeout_and_is_named(self, ranks, where):
