@@ -62,13 +62,14 @@ class ForeignWork:
         self._waited = True
         return True
 
-    def outcome(self) -> None:
+    def outcome(self, device: torch.device) -> None:
         """Wait on the host until it is over, from any thread; for the end of a group.
 
+        :param device: where it runs.
         :raises RuntimeError: if it failed, or was ended because its time was over.
         """
         if isinstance(self._work, ForeignWork):
-            self._work.outcome()
+            self._work.outcome(device)
             return
 
         if not self._cuda:
@@ -77,7 +78,7 @@ class ForeignWork:
 
         # Not its wait(), which lets go of the tensors that the kernel still reads. The kernel ends in any case: torch's
         # watchdog ends it at its deadline.
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream(device)
         with torch.cuda.stream(side):
             self._work.get_future().wait()
 
@@ -153,7 +154,7 @@ class Over:
         """It is not."""
         return False
 
-    def outcome(self) -> None:
+    def outcome(self, device: torch.device) -> None:
         """It went well."""
 
     def get_future(self) -> torch.futures.Future[Any]:

@@ -39,7 +39,7 @@ class GroupConformance(Conformance):
         return "cpu" if "cpu" in self.declared else normal_device(CUDA)
 
     def devices(self, device: str, world_size: int) -> str | Sequence[str]:
-        """Where the ranks of a test for ``device`` are: all on it, or with a GPU each if the backend takes only that."""
+        """Where the ranks of a test for ``device`` are: on it, or with a GPU each if the backend takes only that."""
         if world_size == 1 or not device.startswith("cuda") or not _takes_a_gpu_each(self.backend):
             return device
 

@@ -42,6 +42,9 @@ from dtorch_nccl_group.messages import MessageWork
 GRACE = 2.0
 """Seconds in which the reason for an error of NCCL may arrive after it."""
 
+SETTLING = 0.2
+"""Seconds in which kernels end whose every rank has come."""
+
 Failure = Callable[[str], DtorchError]
 """Makes the error of a call that can't end well: a fresh one for each."""
 
@@ -277,7 +280,7 @@ class NcclCompanion:
         if self._finish is not None:
             call, work = self._last or ("close", Over())
             try:
-                work.outcome()
+                work.outcome(self._device)
                 self._finish()
             except Exception as error:
                 self._failure = self.explain(call, error)
@@ -319,15 +322,22 @@ class NcclCompanion:
             self._aborted = True
 
         if backend is not None:
-            self._in_a_thread(backend.abort)
+            self._in_a_thread(lambda: self._end_kernels(backend))
+
+    def _end_kernels(self, backend: Any) -> None:  # noqa: ANN401
+        finish = self._finish
+        if finish is not None:
+            # Who left may have done its part of what is under way: that ends well by itself, and at once.
+            finishing = threading.Thread(target=_quietly, args=(finish,), name=f"{self._ctx.name} finishes", daemon=True)
+            finishing.start()
+            finishing.join(SETTLING)
+
+        backend.abort()
 
     def _in_a_thread(self, end: Callable[[], None]) -> None:
-        def run() -> None:
-            with suppress(RuntimeError):
-                end()
-
+        name = f"{self._ctx.name} ends NCCL"
         with self._lock:
-            self._ending = threading.Thread(target=run, name=f"{self._ctx.name} ends NCCL", daemon=True)
+            self._ending = threading.Thread(target=_quietly, args=(end,), name=name, daemon=True)
             self._ending.start()
 
     # What the others say
@@ -436,6 +446,12 @@ class NcclCompanion:
 
     def _label(self, call: str) -> str:
         return f"group {self._ctx.name!r}, rank {self._ctx.rank}, {call}"
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    """What fails here has failed already."""
+    with suppress(RuntimeError):
+        call()
 
 
 class _Same(Declared):
