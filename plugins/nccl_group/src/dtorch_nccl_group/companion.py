@@ -7,8 +7,6 @@ Across hosts the companion only counts, and the timeout is what remains.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +19,6 @@ from torch import Tensor
 from dtorch_core import (
     AbortedError,
     BackendContext,
-    CollectiveMismatchError,
     DtorchError,
     PeerLostError,
     StoreTimeoutError,
@@ -35,22 +32,15 @@ from dtorch_core._order import LaunchOrder, Turn
 from dtorch_core._text import describe_error, one_line
 from dtorch_core.declared import Declared, Result, Shapes
 from dtorch_core.joint import Offer, Task, Ticket
-from dtorch_nccl_group.calls import Calls
-from dtorch_nccl_group.letters import TAG, Letters, Words
+from dtorch_nccl_group.endings import Endings
 from dtorch_nccl_group.messages import MessageWork
 
 GRACE = 2.0
 """Seconds in which the reason for an error of NCCL may arrive after it."""
 
-SETTLING = 0.2
-"""Seconds in which kernels end whose every rank has come."""
 
-Failure = Callable[[str], DtorchError]
-"""Makes the error of a call that can't end well: a fresh one for each."""
-
-
-class NcclCompanion:
-    """One rank's. Thread-safe; no lock is held while anything else is called."""
+class NcclCompanion(Endings):
+    """One rank's. Thread-safe."""
 
     def __init__(
         self,
@@ -62,46 +52,14 @@ class NcclCompanion:
         finish: Callable[[], None] | None,
     ) -> None:
         """
-        :param stores: over the same ranks: for texts and messages, and for letters; nothing is said over the first one
-            any more when a rank has given up.
-        :param backend: torch's ProcessGroupNCCL, to be ended.
-        :param finish: waits until all that was queued is over; None: a call is over when it was waited for.
+        :param order: in which the collectives of this rank's GPU begin.
         """
-        self.talks = stores is not None
-        self._stores: list[TensorStore] = list(stores or ())
         self._store = stores[0] if stores is not None else None
-        self._ctx, self._backend, self._order, self._finish = ctx, backend, order, finish
-        self._queued = finish is not None
-        self._serves_torch = False
+        self._order = order
         self._splits = itertools.count()
-        self._device = torch.device(ctx.device)
-        self._lock = threading.Lock()
-        self._calls = Calls(ctx.rank, ctx.world_size)
         self._exchanges = itertools.count(1)
-        self._last: tuple[str, Any] | None = None
-        """The last collective that was begun, and its Work."""
-        self._left: dict[int, int] = {}
-        """Ranks that closed their handle, and how many collectives each had called by then."""
-        self._refused: dict[int, tuple[int, str]] = {}
-        """Collectives that another rank refused to begin, by number: who, and why."""
-        self._own_refusals: set[int] = set()
-        self._over: Failure | None = None
-        self._is_over = threading.Event()
-        self._told = False
-        self._unsettled = False
-        """Results were under way when it was over."""
-        self._closed = False
-        self._ended = False
-        """Closed, and all that was begun is over."""
-        self._failure: Exception | None = None
-        """What close() raises."""
-        self._aborted = False
-        self._ending: threading.Thread | None = None
-        self._settled: dict[int, threading.Event] = {rank: threading.Event() for rank in range(ctx.world_size)}
         self._own_store: TensorStore | None = None
-        self._letters = Letters(stores[1], self._on_letter, self._on_end) if stores is not None else None
-        if self._letters is not None:
-            self._letters.open()
+        super().__init__(ctx, stores, backend, finish)
 
     # Calls
 
@@ -111,7 +69,7 @@ class NcclCompanion:
 
         number = self._calls.begin(call, collective=collective)
         if self._left and collective:
-            for rank, last in self._left.items():
+            for rank, last in list(self._left.items()):
                 if last < number:
                     self._told = True
                     raise self._without(rank)(call)
@@ -233,168 +191,6 @@ class NcclCompanion:
     def count_split(self) -> int:
         return next(self._splits)
 
-    # Ends
-
-    def abort(self, reason: str = "", *, died: bool = False) -> None:
-        text = reason or f"rank {self._ctx.rank} aborted the group {self._ctx.name!r}"
-        self._told = True
-        self._end(lambda call: AbortedError(f"{self._label(call)}: {text}"))
-        self._abort_backend()
-        for store in reversed(self._stores):  # who is woken by the first one knows already
-            store.abort(text, died=died)
-
-    def close(self) -> None:
-        with self._lock:
-            closed, self._closed = self._closed, True
-
-        if closed:
-            return
-
-        if self._over is None:
-            self._settle()
-
-        graceful, self._ended = self._over is None, True
-        self._end(lambda call: AbortedError(f"{self._label(call)}: it is closed; open it anew"), abort=False)
-        # Where everything is over, here and where it is read from, an abort loses nothing. NCCL's orderly end waits for
-        # all ranks of this host, and is for those who may have called what was not seen.
-        if graceful and (self._serves_torch or not self.talks or not self._queued):
-            self._in_a_thread(self._backend.shutdown)
-        else:
-            self._abort_backend()
-
-        if self._ending is not None:
-            self._ending.join(self._ctx.timeout)
-
-        for store in self._stores:
-            store.close()
-
-        self._last = self._backend = None  # the process group alone keeps what is left of it
-        if self._failure is not None:
-            raise self._failure
-
-        if not graceful and self._unsettled and not self._told:
-            self._raise_over("close")
-
-    def _settle(self) -> None:
-        """What was begun comes to its end here, and on the ranks that read this one's memory."""
-        if self._finish is not None:
-            call, work = self._last or ("close", Over())
-            try:
-                work.outcome(self._device)
-                self._finish()
-            except Exception as error:
-                self._failure = self.explain(call, error)
-                return
-
-        if self._letters is None or self._over is not None:
-            return
-
-        self._letters.send_all({"leaving": self._calls.number, "launched": self._calls.launched})
-        deadline = time.monotonic() + self._ctx.timeout
-        for rank in self._letters.others if self._queued else ():
-            if rank not in self._left:
-                self._settled[rank].wait(max(0.0, deadline - time.monotonic()))
-
-    def _end(self, failure: Failure, *, abort: bool = True) -> None:
-        """Nothing can be begun any more; the first failure stays."""
-        last = self._last
-        with self._lock:
-            first = self._over is None
-            if first:
-                self._over = failure
-                self._unsettled = self._queued and last is not None and last[1].is_under_way()
-
-        if first:
-            self._is_over.set()
-            for event in self._settled.values():
-                event.set()
-
-            self._calls.end()
-
-        if abort and not self._ended:
-            self._abort_backend()
-
-    def _abort_backend(self) -> None:
-        """End the kernels. In a thread of its own: it can take a while, and who is called back must not wait."""
-
-        with self._lock:
-            backend = None if self._aborted else self._backend
-            self._aborted = True
-
-        if backend is not None:
-            self._in_a_thread(lambda: self._end_kernels(backend))
-
-    def _end_kernels(self, backend: Any) -> None:  # noqa: ANN401
-        finish = self._finish
-        if finish is not None:
-            # Who left may have done its part of what is under way: that ends well by itself, and at once.
-            finishing = threading.Thread(target=_quietly, args=(finish,), name=f"{self._ctx.name} finishes", daemon=True)
-            finishing.start()
-            finishing.join(SETTLING)
-
-        backend.abort()
-
-    def _in_a_thread(self, end: Callable[[], None]) -> None:
-        name = f"{self._ctx.name} ends NCCL"
-        with self._lock:
-            self._ending = threading.Thread(target=_quietly, args=(end,), name=name, daemon=True)
-            self._ending.start()
-
-    # What the others say
-
-    def _on_letter(self, rank: int, words: Words) -> None:
-        assert self._letters is not None
-        if "ask" in words:
-            self._letters.send(rank, {"told": words["ask"], **self._calls.said()})
-        elif "told" in words:
-            self._calls.answered(rank, words)
-        elif "gave up" in words:
-            # What is under way here has a deadline of its own.
-            text = words["gave up"]
-            self._end(lambda call: AbortedError(f"{self._label(call)}: {text}"), abort=False)
-        elif "refused" in words:
-            self._on_refusal(rank, words["refused"], words["text"])
-        elif "leaving" in words:
-            self._on_leaving(rank, words["leaving"], words["launched"])
-        elif "settled" in words:
-            self._settled[rank].set()
-
-    def _on_refusal(self, rank: int, number: int, text: str) -> None:
-        with self._lock:
-            if number in self._own_refusals:
-                return  # every rank's call was wrong
-
-            self._refused[number] = rank, text
-
-        if number <= self._calls.launched:
-            self._end(self._mismatch(rank, text))
-
-    def _on_leaving(self, rank: int, number: int, launched: int) -> None:
-        self._left[rank] = number
-        if self._calls.launched > number:
-            self._end(self._without(rank))
-
-        finish = self._finish
-        if finish is None:
-            return
-
-        def answer() -> None:
-            assert self._letters is not None
-            with suppress(Exception):  # however it ended: nothing is read any more
-                self._calls.wait_launched(launched, self._ctx.timeout)
-                finish()
-
-            self._letters.send(rank, {"settled": number})
-
-        threading.Thread(target=answer, name=f"{self._ctx.name} settles", daemon=True).start()
-
-    def _on_end(self, rank: int, error: DtorchError) -> None:
-        self._settled[rank].set()
-        if rank in self._left or self._ended:
-            return
-
-        self._end(self._as(error, f"(tag {TAG}): "))
-
     # Errors
 
     def _gave_up(self, call: str, text: str) -> StoreTimeoutError:
@@ -424,34 +220,6 @@ class NcclCompanion:
             self._letters.send(rank, {"ask": number})
 
         return self._calls.table(number, self._left)
-
-    def _mismatch(self, rank: int, text: str) -> Failure:
-        return lambda call: CollectiveMismatchError(f"{self._label(call)}: rank {rank} refused its part: {text}")
-
-    def _without(self, rank: int) -> Failure:
-        pid, number = self._ctx.topology[rank].pid, self._left[rank]
-        text = f"rank {rank} (pid {pid}) has left {self._ctx.label} (closed it or returned) after its call #{number}"
-        return lambda call: PeerLostError(f"{self._label(call)}: {text}, so nobody can take its part any more")
-
-    def _as(self, error: DtorchError, head: str) -> Failure:
-        """The store's error, of other calls: its text begins after ``head``."""
-        kind, text = type(error), str(error)
-        reason = text.partition(head)[2] or text
-        return lambda call: kind(f"{self._label(call)}: {reason}")
-
-    def _raise_over(self, call: str) -> None:
-        assert self._over is not None
-        self._told = True
-        raise self._over(call)
-
-    def _label(self, call: str) -> str:
-        return f"group {self._ctx.name!r}, rank {self._ctx.rank}, {call}"
-
-
-def _quietly(call: Callable[[], None]) -> None:
-    """What fails here has failed already."""
-    with suppress(RuntimeError):
-        call()
 
 
 class _Same(Declared):
