@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+from multiprocessing import Pipe
 
 import pytest
 
@@ -17,6 +18,7 @@ pytest.importorskip("torch")
 from dtorch_core.bench import collectives, exchange, facts, goals, plot, report, sizes
 from dtorch_core.bench.cells import OPERATIONS, Cell
 from dtorch_core.bench.collectives import PROCESSES, Plan
+from dtorch_core.bench.crew import Crew, RefusedError, answer
 from dtorch_core.bench.fit import fit
 from dtorch_core.bench.floors import FLOOR, HAND_OFF
 from dtorch_core.bench.groups import DTORCH, THREADED
@@ -124,6 +126,15 @@ class TestSizes:
         cell = Cell(operation, 0 if operation == "barrier" else KIB, ranks, "cpu")
         buffers = [Buffers.of(cell, rank) for rank in range(ranks)]
         assert cell.held == sum(each.given.nbytes + each.taken.nbytes for each in buffers)
+
+    def test_bytes_that_a_collective_moves(self):
+        def moved(operation, ranks):
+            return Cell(operation, MIB, ranks, "cpu").moved / MIB
+
+        assert [moved("all_reduce", ranks) for ranks in (2, 4)] == [4, 8]
+        assert [moved("all_gather", ranks) for ranks in (2, 4)] == [2 + 4, 4 + 16]
+        assert [moved("reduce_scatter", ranks) for ranks in (2, 4)] == [2 + 1, 4 + 1]
+        assert moved("all_to_all", 4) == 8 and moved("broadcast", 4) == 1 + 3
 
 
 class TestReport:
@@ -379,6 +390,48 @@ class TestCommand:
         monkeypatch.setattr(program, "choose", lambda kind, topology: (None, error if kind == "store" else None))
         status, out, err = dtorch("--sizes", "1KiB")
         assert (status, out) == (1, "") and err.startswith("dtorch bench: no store\nhere")
+
+
+class TestCrew:
+    def test_error_of_a_rank_is_its_answer(self):
+        ours, theirs = Pipe()
+        for question in (("prepare", "x", -1), ("prepare", "x", 5), ("time", "x", 3), ("time", "y", 3), ("end",)):
+            ours.send(question)
+
+        answer(theirs, lambda number: lambda count: float(inner(number) + count))
+        answers = [ours.recv() for _ in range(4)]
+        assert answers[0].startswith("ValueError: below zero")
+        assert answers[1:3] == [0.0, 13.0]
+        assert answers[3].startswith("KeyError: 'y'")
+
+    def test_refusal_names_the_rank_and_leaves_no_answer_behind(self):
+        pipes = [Pipe() for _ in range(2)]
+        crew = Crew.__new__(Crew)
+        crew._pipes = [ours for ours, _ in pipes]
+        for said in ("ValueError: no", 1.5), (2.5, 3.5):
+            for (_, theirs), each in zip(pipes, said, strict=True):
+                theirs.send(each)
+
+        with pytest.raises(RefusedError, match="^rank 0: ValueError: no$"):
+            crew.ask("time", "x", 3)
+
+        assert crew.ask("time", "x", 3) == [2.5, 3.5]
+
+    def test_peer_that_refuses_is_skipped_with_a_line(self, monkeypatch):
+        pytest.importorskip("dtorch_samedevice_group")
+
+        class Refusing:
+            def ask(self, *question):
+                raise RefusedError("rank 0: RuntimeError: not on this device")
+
+            def close(self):
+                return
+
+        monkeypatch.setattr(collectives, "gloo_crew", lambda ranks: Refusing())
+        plan = Plan(ranks_as=("threads",), rounds=1, operations=("broadcast",), sizes=(KIB,))
+        (series,) = collectives.measure(plan, lambda text: None).values()
+        assert GLOO not in series and DTORCH in series
+        assert plan.skipped == ["Gloo, broadcast, 1 KiB, 2 ranks: rank 0: RuntimeError: not on this device"]
 
 
 class TestRun:

@@ -50,6 +50,20 @@ class Cell:
         of["reduce_scatter"] = self.given // self.ranks
         return of.get(self.operation, 0)
 
+    @property
+    def moved(self) -> int:
+        """Bytes that have to be read and written at least: each input once, each output once."""
+        whole = 4 * self.given
+        read = whole if self.operation == "broadcast" else self.ranks * whole
+        written = {
+            "all_reduce": self.ranks * whole,
+            "all_gather": self.ranks * self.ranks * whole,
+            "reduce_scatter": whole,
+            "all_to_all": self.ranks * whole,
+            "broadcast": (self.ranks - 1) * whole,
+        }
+        return read + written.get(self.operation, 0)
+
     def __str__(self) -> str:
         return ", ".join([self.operation, *([size(self.nbytes)] if self.nbytes else []), f"{self.ranks} ranks"])
 

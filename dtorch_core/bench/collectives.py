@@ -7,10 +7,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from dtorch_core.bench.cells import OPERATIONS, Buffers, Cell
-from dtorch_core.bench.crew import Crew, CrewSubject
+from dtorch_core.bench.crew import Crew, CrewSubject, RefusedError
 from dtorch_core.bench.floors import FLOOR, HAND_OFF, Floor, HandOff
 from dtorch_core.bench.groups import DTORCH, THREADED, Ours, Threaded, ThreadSubject
-from dtorch_core.bench.peers import GLOO, NCCL, gloo_crew, nccl_crew, peer_subject, why_no_nccl
+from dtorch_core.bench.peers import GLOO, NCCL, gloo_crew, nccl_crew, why_no_nccl
 from dtorch_core.bench.processes import SOCKET, group_crew
 from dtorch_core.bench.sizes import room, size
 from dtorch_core.bench.team import Team
@@ -75,6 +75,7 @@ class _World:
     """All subjects with so many ranks."""
 
     def __init__(self, plan: Plan, ranks: int, stack: ExitStack) -> None:
+        self._device, self._skipped = plan.device, plan.skipped
         self._threads = "threads" in plan.ranks_as
         self._team = stack.enter_context(closing(Team(ranks)))
         self._groups: list[Ours | Threaded] = []
@@ -98,18 +99,27 @@ class _World:
 
     @property
     def copies(self) -> int:
-        """How often the tensors of a cell are there at once. Gloo has copies of its own."""
-        return 1 + sum(2 if name == GLOO else 1 for name in self._crews)
+        """How often the tensors of a cell are there at once. Gloo has copies of its own, and so has a GPU's floor."""
+        floor = 0 if self._device == "cpu" else 2
+        return 1 + floor + sum(2 if name == GLOO else 1 for name in self._crews)
 
     def measure(self, cell: Cell, rounds: int) -> Series:
         """One line of the table."""
         team = self._team
         buffers = [Buffers.of(cell, rank) for rank in range(team.size)]
         subjects: list[Subject] = [ThreadSubject(group, team, cell, buffers) for group in self._groups]
-        subjects += [
-            CrewSubject.of(name, crew, cell) if name == PROCESSES else peer_subject(name, crew, cell)
-            for name, crew in self._crews.items()
-        ]
+        for name, crew in self._crews.items():
+            try:
+                subject = CrewSubject.of(name, crew, cell)
+                subject.time(1)
+            except RefusedError as error:
+                if name == PROCESSES:
+                    raise
+
+                self._skipped.append(f"{name}, {cell}: {error}")  # a peer that can't do it is no reason to stop
+            else:
+                subjects.append(subject)
+
         if cell.nbytes:
             subjects.append(Floor(team, cell, buffers))
 

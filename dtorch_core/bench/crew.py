@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from dtorch_core._text import describe_error
 from dtorch_core.bench.team import PATIENCE, pin
 
 Timed = Callable[[int], float]
@@ -17,6 +18,10 @@ Timed = Callable[[int], float]
 
 Serve = Callable[..., None]
 """What a process does: of its rank, the world size, the path of a file to meet at, where it is asked, and more."""
+
+
+class RefusedError(RuntimeError):
+    """A rank could not do what it was asked for; the others have answered too, so that the crew is of use still."""
 
 
 class Crew:
@@ -36,7 +41,11 @@ class Crew:
             self._processes.append(process)
 
     def ask(self, *question: object) -> list[float]:
-        """Every rank's answer."""
+        """Every rank's answer.
+
+        :raises RefusedError: if a rank raised something.
+        :raises TimeoutError: if a rank says nothing.
+        """
         for pipe in self._pipes:
             pipe.send(question)
 
@@ -46,6 +55,10 @@ class Crew:
                 raise TimeoutError(f"rank {rank}: no answer to {question}")
 
             answers.append(pipe.recv())
+
+        refusals = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
+        if refusals:
+            raise RefusedError("; ".join(refusals))
 
         return answers
 
@@ -84,12 +97,15 @@ def answer(pipe: Connection, prepare: Callable[..., Timed]) -> None:
     prepared: dict[str, Timed] = {}
     while (question := pipe.recv())[0] != "end":
         kind, name, *rest = question
-        if kind == "prepare":
-            prepared.pop(name, None)  # its tensors
-            prepared[name] = prepare(*rest)
-            pipe.send(0.0)
-        else:
-            pipe.send(prepared[name](*rest))
+        try:
+            if kind == "prepare":
+                prepared.pop(name, None)  # its tensors
+                prepared[name] = prepare(*rest)
+                pipe.send(0.0)
+            else:
+                pipe.send(prepared[name](*rest))
+        except Exception as error:
+            pipe.send(describe_error(error))
 
 
 def _run(serve: Serve, rank: int, ranks: int, meeting: str, pipe: Connection, more: tuple[object, ...]) -> None:

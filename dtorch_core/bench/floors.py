@@ -16,7 +16,7 @@ from dtorch_core.bench.team import Team
 HAND_OFF = "hand-off"
 """Two threads, two locks: wake the other one, be woken by it."""
 FLOOR = "floor"
-"""The least work that gives the collective's result, shared among the cores; on CUDA torch's kernels on one stream."""
+"""The least work that gives the collective's result, shared among the cores; on CUDA a copy of as many bytes."""
 
 BLOCK = 256 * 1024 // 4
 """Elements. A block of every rank stays in cache."""
@@ -61,9 +61,9 @@ class Floor:
             bounds = [len(steps) * part // threads for part in range(threads + 1)]
             shares = [steps[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
         else:
-            # A device has its own parallelism: whole tensors, queued by one thread.
-            whole = max(1, buffers[0].given.numel(), buffers[0].taken.numel())
-            shares = [[*_steps(cell, buffers, whole), partial(torch.cuda.synchronize, torch.device(cell.device))]]
+            # One kernel, which reads and writes as many bytes as a collective in one kernel would.
+            source, target = (torch.ones(cell.moved // 8, device=cell.device) for _ in range(2))
+            shares = [[partial(_copy, target, source), partial(torch.cuda.synchronize, torch.device(cell.device))]]
 
         self._calls: list[Step] = [partial(_run, share) for share in shares]
         self._calls += [_rest] * (cell.ranks - len(shares))

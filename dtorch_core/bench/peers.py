@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dtorch_core.bench.cells import Buffers, Cell
-from dtorch_core.bench.crew import Crew, CrewSubject, Timed, answer
+from dtorch_core.bench.crew import Crew, Timed, answer
 from dtorch_core.bench.team import timed
 
 GLOO, NCCL = "Gloo", "NCCL"
@@ -37,11 +37,6 @@ def why_no_nccl(ranks: int) -> str | None:
 
     gpus = torch.cuda.device_count()
     return None if gpus >= ranks else f"{ranks} ranks need a GPU each, and there are {gpus}"
-
-
-def peer_subject(name: str, crew: Crew, cell: Cell) -> CrewSubject:
-    """One collective of one of these."""
-    return CrewSubject.of(name, crew, cell)
 
 
 def _serve(rank: int, ranks: int, meeting: str, pipe: Connection, name: str) -> None:
