@@ -398,7 +398,11 @@ class TestCrew:
         for question in (("prepare", "x", -1), ("prepare", "x", 5), ("time", "x", 3), ("time", "y", 3), ("end",)):
             ours.send(question)
 
-        answer(theirs, lambda number: lambda count: float(inner(number) + count))
+        def prepare(number):
+            base = inner(number)
+            return lambda count: float(base + count)
+
+        answer(theirs, prepare)
         answers = [ours.recv() for _ in range(4)]
         assert answers[0].startswith("ValueError: below zero")
         assert answers[1:3] == [0.0, 13.0]
