@@ -225,6 +225,12 @@ class TestPluginAlone:
         assert "\nall_reduce  1 KiB " in measured.stdout
         assert "\nskipped: group, ranks as processes: " in measured.stdout, "there is no store for them"
 
+    def test_nccl_group_passes_its_suite_beside_the_core_and_its_stores(self, environment: Environment) -> None:
+        environment.install("dtorch-core[nccl]")
+        assert_clean(environment, {"dtorch-core", "dtorch-memory-store", "dtorch-file-store", "dtorch-nccl-group"})
+        chosen = "hooks or TestFailure or TestOrder or TestWithoutAStore"
+        assert re.search(r"\d+ passed", environment.pytest(FOLDERS["dtorch_nccl_group"] / "tests", chosen))
+
     def test_samedevice_group_without_a_store_names_the_pip_command(self, environment: Environment) -> None:
         environment.install("dtorch-samedevice-group")
         assert_clean(environment, {"dtorch-core", "dtorch-samedevice-group"})
@@ -266,12 +272,17 @@ class TestCoreAlone:
 class TestWithoutTorch:
     def test_import_and_listing_work(self, torchless: Environment) -> None:
         torchless.install(
-            "dtorch-core", "dtorch-memory-store", "dtorch-file-store", "dtorch-samedevice-group", deps=False
+            "dtorch-core",
+            "dtorch-memory-store",
+            "dtorch-file-store",
+            "dtorch-samedevice-group",
+            "dtorch-nccl-group",
+            deps=False,
         )
         torchless.run("import dtorch_core; dtorch_core.BackendSpec; dtorch_core.Support; dtorch_core.hookimpl")
         listed = torchless.dtorch("plugins", "--json")
         assert listed.returncode == 0, listed.stderr
-        assert states(listed.stdout) == {"memory": "ok", "file": "ok", "samedevice": "ok"}
+        assert states(listed.stdout) == {"memory": "ok", "file": "ok", "samedevice": "ok", "nccl": "ok"}
 
     def test_broken_plugins_are_listed_and_stop_nobody(self, torchless: Environment) -> None:
         torchless.install("dtorch-core", "dtorch-memory-store", deps=False)

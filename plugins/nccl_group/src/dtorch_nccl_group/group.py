@@ -54,8 +54,11 @@ def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None)
 
 
 def _stores(ctx: BackendContext) -> tuple[TensorStore, TensorStore] | None:
-    """Two over the same ranks, where the core has one for them: on one host. Every rank sees the same topology."""
-    if explain("store", ctx.topology).chosen is None:
+    """Two over the same ranks; none across hosts, unless a backend reaches there. Every rank sees the same topology.
+
+    :raises NoBackendError: on one host, if the store backend for these ranks is not installed; with the pip command.
+    """
+    if not ctx.topology.same_host and explain("store", ctx.topology).chosen is None:
         return None
 
     return ctx.open_store("exchange"), ctx.open_store("control")
