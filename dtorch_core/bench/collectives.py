@@ -109,16 +109,17 @@ class _World:
         buffers = [Buffers.of(cell, rank) for rank in range(team.size)]
         subjects: list[Subject] = [ThreadSubject(group, team, cell, buffers) for group in self._groups]
         for name, crew in self._crews.items():
-            try:
-                subject = CrewSubject.of(name, crew, cell)
-                subject.time(1)
-            except RefusedError as error:
-                if name == PROCESSES:
-                    raise
+            if name == PROCESSES:
+                subjects.append(CrewSubject.of(name, crew, cell))
+                continue
 
-                self._skipped.append(f"{name}, {cell}: {error}")  # a peer that can't do it is no reason to stop
+            try:
+                peer = CrewSubject.of(name, crew, cell)
+                peer.time(1)
+            except RefusedError as error:  # a peer that can't do it is no reason to stop
+                self._skipped.append(f"{name}, {cell}: {error}")
             else:
-                subjects.append(subject)
+                subjects.append(peer)
 
         if cell.nbytes:
             subjects.append(Floor(team, cell, buffers))

@@ -163,8 +163,11 @@ def goals_table(goals: Sequence[Goal]) -> Iterator[str]:
 
 
 def time(seconds: float) -> str:
-    """``52.8 us``."""
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+    """``52.8 us``, ``1.76 ms``, ``1.66 s``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _fraction(name: str, series: Series, limits: Limits) -> str:

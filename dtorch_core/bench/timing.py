@@ -59,5 +59,7 @@ def interleave(subjects: Sequence[Subject], rounds: int) -> Series:
 
 
 def _calls_in_a_burst(subject: Subject) -> int:
-    subject.time(1)
+    if subject.time(1) > BURST:
+        return 1
+
     return max(1, min(MOST_CALLS, int(BURST / subject.time(2))))
