@@ -271,6 +271,17 @@ class TestAutograd:
             for own, expected in zip(parameters, model.parameters(), strict=True):
                 torch.testing.assert_close(own, expected.detach(), rtol=1e-5, atol=1e-6)
 
+    def test_ddp_is_told_who_left(self):
+        def rank(ctx):
+            model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+            if ctx.rank == 0:
+                return "left"
+
+            with pytest.raises(RuntimeError, match=r"rank 0 .*has left"):  # C++ reads the future of the all_reduce
+                model(rows(ctx.rank, 3)).sum().backward()
+
+        assert run(rank, 2)[0] == "left"
+
 
 class TestTensors:
     def test_dtensors_of_different_ranks_are_kept_apart(self):

@@ -614,6 +614,37 @@ class TestWorks:
 
         on_ranks(body)
 
+    def test_callback_of_a_future_calls_a_collective_and_waits(self):
+        asked = threading.Event()
+
+        def body(pg, group):
+            if pg.rank() == 1:
+                assert asked.wait(LIMIT)  # the other rank's callback is there when this rank's call ends the first
+
+            first = pg.allreduce([part(pg.rank(), 3)]).get_future()
+            then = first.then(lambda done: pg.allreduce([done.value()[0] + pg.rank()]).get_future().wait()[0])
+            asked.set()
+            assert torch.equal(then.wait(), 2 * (part(0, 3) + part(1, 3)) + 1)
+
+        on_ranks(body)
+
+    def test_future_knows_the_timeout(self):
+        over = threading.Event()
+
+        def body(pg, group):
+            if pg.rank() == 1:
+                assert over.wait(LIMIT)
+                return
+
+            opts = options("AllreduceOptions", timeout=timedelta(seconds=0.1))
+            try:
+                with pytest.raises(StoreTimeoutError, match="rank 1 had not come after 0.1 s"):
+                    pg.allreduce([part(0, 2)], opts).get_future().wait()
+            finally:
+                over.set()
+
+        on_ranks(body)
+
     def test_timeout_of_the_options_and_of_the_wait(self):
         over = threading.Event()
 

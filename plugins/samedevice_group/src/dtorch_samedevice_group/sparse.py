@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -137,13 +137,3 @@ class SparseWork(Waited):
             added = torch.sparse_coo_tensor(indices, values, self._tensor.shape, check_invariants=False)
             whole = added.coalesce()
             self._tensor.copy_(whole / self._group.size() if self._op == "avg" else whole)
-
-    def _add_done_callback(self, callback: Callable[[], None]) -> None:
-        def then() -> None:
-            self._go_on()
-            if self._second is None:
-                callback()
-            else:
-                self._second._add_done_callback(callback)
-
-        self._first.add_done_callback(then)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ class Waited(dist._Work):
 
     def _end(self, timeout: float) -> None:
         """Wait for the end."""
-        raise NotImplementedError
-
-    def _add_done_callback(self, callback: Callable[[], None]) -> None:
         raise NotImplementedError
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -85,20 +82,56 @@ class Waited(dist._Work):
             future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=self._devices() or None)  # type: ignore[arg-type]
             self._future = future
 
-        self._add_done_callback(lambda: self._fulfil(future))
+        # Its callbacks may call collectives and wait for them. So the thread in which they run is the rank's, and no
+        # other work waits for it.
+        if self.is_completed():
+            self._fulfil(future)
+        else:
+            threading.Thread(target=self._fulfil, args=(future,), name="a future's wait", daemon=True).start()
+
         return future
 
     def _fulfil(self, future: torch.futures.Future[list[Tensor]]) -> None:
         try:
             # Orders the current stream after the work; the future records it there for its consumers.
-            self._end(0)
-            future.set_result(self._outputs)
+            self.wait()
         except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
+            _Failed(error).settle(future)
+        else:
+            future.set_result(self._outputs)
 
     def _devices(self) -> list[torch.device]:
         """The GPUs that outputs may be on."""
         return sorted({tensor.device for tensor in self._outputs if tensor.is_cuda}, key=str)
+
+
+class _Failed:
+    """What a future of a failed work holds: to a future that Python makes, an error is a value like any other.
+
+    C++, as in DDP, does not ask for it as Python does. It pickles the value to find its tensors, and takes the first.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self._settling: int | None = None
+
+    def settle(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        """Python then raises the error as it is, and C++ an error with its text."""
+        future._set_unwrap_func(_Failed.value)
+        self._settling = threading.get_ident()
+        try:
+            future.set_result(self)  # type: ignore[arg-type]
+        finally:
+            self._settling = None
+
+    def value(self) -> NoReturn:
+        raise self._error
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        if self._settling == threading.get_ident():  # a future of CUDA tensors looks for them while it is set
+            return tuple, ()
+
+        raise self._error
 
 
 class GroupWork(Waited):
@@ -124,9 +157,6 @@ class GroupWork(Waited):
     def _end(self, timeout: float) -> None:
         self._ticket.wait(timeout)
 
-    def _add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._ticket.add_done_callback(callback)
-
 
 class SendWork(Waited):
     """A send: over when it returns, since the message is a copy."""
@@ -139,9 +169,6 @@ class SendWork(Waited):
 
     def _end(self, timeout: float) -> None:
         return
-
-    def _add_done_callback(self, callback: Callable[[], None]) -> None:
-        callback()
 
 
 class ReceiveWork(Waited):
@@ -188,14 +215,11 @@ class ReceiveWork(Waited):
                 f"{self._call}: rank {source} sent {describe(message)}, and the buffer is {describe(buffer)}"
             )
 
-        with torch.inference_mode(buffer.is_inference()):  # a callback may run on a thread of another rank
+        with torch.inference_mode(buffer.is_inference()):  # a future's wait is in a thread of its own
             buffer.detach().copy_(message)
 
         self._stored = streams.record(buffer)
         return buffer
-
-    def _add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._receipt.add_done_callback(callback)
 
 
 class AllOf(Waited):
@@ -217,20 +241,6 @@ class AllOf(Waited):
             work._end(max(deadline - time.monotonic(), 0))
 
         self._outputs = self.result()
-
-    def _add_done_callback(self, callback: Callable[[], None]) -> None:
-        if not self._works:
-            callback()
-            return
-
-        left = itertools.count(len(self._works) - 1, -1)
-
-        def one_done() -> None:
-            if next(left) == 0:
-                callback()
-
-        for work in self._works:
-            work._add_done_callback(one_done)
 
     def _devices(self) -> list[torch.device]:
         return sorted({device for work in self._works for device in work._devices()}, key=str)
