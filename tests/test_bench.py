@@ -218,8 +218,7 @@ class TestPlot:
         module.Figure = Figure
         monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
         monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
-        barrier = {Cell("barrier", 0, 2, "cpu"): times(0)}
-        plot.plot({**measured.collectives, **barrier}, tmp_path / "x.png")
+        plot.plot(measured.collectives, tmp_path / "x.png")
         ((one,),) = Figure.made.axes
         drawn = {named["label"]: args for name, args, named in one.calls if name == "plot"}
         xs, ys = drawn[GLOO]
@@ -339,13 +338,16 @@ class TestCommand:
             (["--sizes", "1MiB", "--max-bytes", "1KiB"], "no size is left: all are larger than 1 KiB"),
             (["--operations", "allreduce"], "no 'allreduce'. Did you mean 'all_reduce'? There are: all_reduce, "),
             (["--profile", "bcast"], "--profile: there is no 'bcast'. Did you mean 'broadcast'?"),
+            (["--plot", "x.png", "--only", "exchange"], "--plot is of the collectives"),
             (["--only", "own-gpus"], "--only own-gpus needs --device cuda"),
             (["--device", "cuda:99"], "there is no cuda:99: torch sees "),
             (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json can't be written"),
             (["--ranks", "none"], "must be a number of at least 1"),
         ],
     )
-    def test_refusal(self, dtorch, arguments, said):
+    def test_refusal(self, dtorch, monkeypatch, arguments, said):
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "matplotlib" or find(name))
         status, out, err = dtorch(*arguments)
         assert (status, out) == (2, "")
         assert said in err
@@ -453,6 +455,18 @@ class TestRun:
         for cell in told["collectives"]:
             assert 0 < cell["subjects"][DTORCH]["fraction_of_limit"] < 20
             assert len(cell["subjects"][DTORCH]["rounds"]) == 2
+
+    def test_barrier_has_no_picture(self, dtorch, monkeypatch, tmp_path):
+        pytest.importorskip("dtorch_samedevice_group")
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "matplotlib" or find(name))
+        path = tmp_path / "x.png"
+        status, out, _ = dtorch(
+            "--only", "collectives", "--ranks", "2", "--ranks-as", "threads", "--no-gloo", "--rounds", "1",
+            "--operations", "barrier", "--plot", str(path),
+        )  # fmt: skip
+        assert status == 0 and not path.exists()
+        assert f"\nskipped: {path}: no collective of tensors was measured\n" in out
 
     def test_exchange_of_processes(self, dtorch):
         pytest.importorskip("dtorch_file_store")

@@ -92,7 +92,7 @@ class TestMain:
     def test_help_names_each_command(self, dtorch):
         status, out, _ = dtorch("--help")
         assert status == 0
-        for command in ("plugins", "explain", "doctor", "check"):
+        for command in ("plugins", "explain", "doctor", "check", "run", "bench"):
             assert f"    {command} " in out
 
     def test_version(self, dtorch):

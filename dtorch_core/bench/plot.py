@@ -15,18 +15,20 @@ _WIDTH, _HEIGHT = 4.2, 3.4
 
 
 def plot(results: Mapping[Cell, Series], path: Path) -> None:
-    """Write a PNG: a diagram for each operation, a row for each world size. Bytes are those of a rank's input."""
+    """Write a PNG: a diagram for each operation, a row for each world size. Bytes are those of a rank's input.
+
+    :param results: at least one, and all of tensors: a barrier has no bandwidth.
+    """
     from matplotlib.figure import Figure
 
-    shown = [cell for cell in results if cell.nbytes]
-    worlds = list(dict.fromkeys(cell.ranks for cell in shown))
-    operations = list(dict.fromkeys(cell.operation for cell in shown))
+    worlds = list(dict.fromkeys(cell.ranks for cell in results))
+    operations = list(dict.fromkeys(cell.operation for cell in results))
     figure = Figure(figsize=(_WIDTH * len(operations), _HEIGHT * len(worlds)), layout="constrained")
     axes = figure.subplots(len(worlds), len(operations), squeeze=False)
     for row, ranks in enumerate(worlds):
         for column, operation in enumerate(operations):
             one = axes[row][column]
-            cells = [cell for cell in shown if (cell.ranks, cell.operation) == (ranks, operation)]
+            cells = [cell for cell in results if (cell.ranks, cell.operation) == (ranks, operation)]
             cells.sort(key=lambda cell: cell.nbytes)
             for name in dict.fromkeys(name for cell in cells for name in results[cell].rounds if name not in NO_BYTES):
                 measured = [cell for cell in cells if name in results[cell]]

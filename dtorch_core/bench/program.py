@@ -48,12 +48,16 @@ def run(plan: Plan, tables: Sequence[str], output: Output, out: TextIO) -> None:
     share = load.share()
     about["taken by other programs"] = "unknown" if share is None else f"{share:.0%} of the cores' time"
     fitted, found = list(report.lines(measured.collectives)), list(goals.of_all(measured))
+    drawn = {cell: series for cell, series in measured.collectives.items() if cell.nbytes}
+    if output.plot is not None and not drawn:
+        plan.skipped.append(f"{output.plot}: no collective of tensors was measured")
+
     _write(facts.facts(about, measured, fitted, found, plan.skipped), output, out)
     if output.json != "-":
         print("\n".join(_text(about, plan, measured, found)), file=out)
 
-    if output.plot is not None:
-        plot.plot(measured.collectives, output.plot)
+    if output.plot is not None and drawn:
+        plot.plot(drawn, output.plot)
 
 
 def run_profile(plan: Plan, operation: str, output: Output, out: TextIO) -> None:

@@ -88,6 +88,11 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             sizes=_sizes(options),
         )
         output = program.Output(options.json, None if options.plot is None else Path(options.plot))
+        if options.plot is not None and (options.profile is not None or options.only not in (None, "collectives")):
+            raise argparse.ArgumentTypeError(
+                "--plot is of the collectives: not with --profile, nor with another --only"
+            )
+
         if options.profile is not None:
             (operation,) = _operations([options.profile], OPERATIONS, "--profile")
             program.run_profile(plan, operation, output, out)
