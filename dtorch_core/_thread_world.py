@@ -55,6 +55,7 @@ def _world_class() -> type:
         self.marked = set()  # the names under which its groups are registered
         self.meshes = []  # weak references
         self.tracker = None  # of DTensor's random numbers
+        self.handlers = None  # of DTensor's operators
 
     return type("RankWorld", (distributed_c10d._World,), {"__init__": start, **{name: kept(name) for name in _KEPT}})
 
@@ -126,7 +127,7 @@ def entered(scope: Scope) -> Iterator[None]:
 
             world.marked.clear()
             world.kept.clear()
-            world.default_pg = world.tracker = None
+            world.default_pg = world.tracker = world.handlers = None
             scope.own.pop(_KEY, None)
 
 
@@ -258,7 +259,7 @@ def _patch_meshes(stack: ExitStack) -> None:
 
 
 def _patch_dtensor(stack: ExitStack) -> None:
-    from torch.distributed.tensor import _collective_utils, _random, _redistribute, _sharding_prop
+    from torch.distributed.tensor import _collective_utils, _dispatch, _random, _redistribute, _sharding_prop
 
     # To work out the shape of a result is not for several threads at once: they set the device guard of the process.
     propagator, lock = _sharding_prop.ShardingPropagator, threading.RLock()
@@ -287,6 +288,7 @@ def _patch_dtensor(stack: ExitStack) -> None:
         stack.callback(clear)
 
     _divide_tracker(stack, _random)
+    _divide_handlers(stack, _dispatch.OpDispatcher)
 
 
 def _divide_tracker(stack: ExitStack, module: ModuleType) -> None:
@@ -325,6 +327,32 @@ def _divide_tracker(stack: ExitStack, module: ModuleType) -> None:
     original = replace(stack, module, "manual_seed", manual_seed)
     stack.callback(setattr, module, "__class__", type(module))
     module.__class__ = type("Module", (type(module),), {"_rng_tracker": property(get, put)})
+
+
+def _divide_handlers(stack: ExitStack, dispatcher: type) -> None:
+    """``loss_parallel`` adds handlers to the one dispatcher, and takes them away while other ranks still need them."""
+    name = "_custom_op_handlers"
+
+    def get(self: object) -> Any:  # noqa: ANN401
+        world = mine()
+        if world is None:
+            return vars(self)[name]
+
+        if world.handlers is None:
+            world.handlers = dict(vars(self)[name])
+
+        return world.handlers
+
+    def put(self: object, value: object) -> None:
+        world = mine()
+        if world is None:
+            vars(self)[name] = value
+        else:
+            world.handlers = value
+
+    if not hasattr(dispatcher, name):  # an instance's, of one that torch makes once
+        stack.callback(delattr, dispatcher, name)
+        setattr(dispatcher, name, property(get, put))
 
 
 def _patch_ddp(stack: ExitStack) -> None:

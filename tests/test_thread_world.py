@@ -300,6 +300,32 @@ class TestTensors:
             assert torch.equal(shard, whole.chunk(2)[number // 2].chunk(2, 1)[number % 2])
             assert total == whole.sum() + 1
 
+    def test_loss_parallel_is_the_ranks_that_is_in_it(self):
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        logits, classes = torch.arange(12.0).view(3, 4).sin(), torch.tensor([3, 0, 2])
+        one_is_out = threading.Event()
+
+        def rank(ctx):
+            mesh = init_device_mesh("cpu", (2,))
+            x = distribute_tensor(logits.clone().requires_grad_(), mesh, [Shard(1)])
+            alone = DTensor.from_local(logits, mesh, [Replicate()])
+            with loss_parallel():
+                nn.functional.cross_entropy(x, classes).backward()
+                if ctx.rank == 1:
+                    assert one_is_out.wait(LIMIT)
+
+            logged = torch.log_softmax(alone, 1).to_local()
+            one_is_out.set()
+            return x.grad.full_tensor(), logged
+
+        expected = logits.clone().requires_grad_()
+        nn.functional.cross_entropy(expected, classes).backward()
+        for grad, logged in run(rank, 2):
+            torch.testing.assert_close(grad, expected.grad)
+            torch.testing.assert_close(logged, torch.log_softmax(logits, 1))
+
     def test_meshes_of_different_ranks_differ(self):
         meshes = run(lambda ctx: init_device_mesh("cpu", (2,)), 2)
         assert meshes[0] != meshes[1] and hash(meshes[0]) != hash(meshes[1])
