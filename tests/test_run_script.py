@@ -102,7 +102,8 @@ class TestScript:
         assert (status, out) == (0, ["[rank 0] gloo 1", "[rank 1] gloo 1"])
         assert err == ["dtorch run: the script asks for 'nccl': 2 ranks on cpu use gloo"]
 
-    def test_arguments_are_the_scripts(self, run):
+    @pytest.mark.parametrize("option", ["--nproc", "--n"])  # its own option, and one that could be short for several
+    def test_arguments_are_the_scripts(self, run, option):
         body = """
         import argparse
         parser = argparse.ArgumentParser()
@@ -111,7 +112,7 @@ class TestScript:
         folder, name = os.path.split(sys.argv[0])
         print(parser.parse_args(), name, os.path.isabs(__file__), sys.path[0] == os.path.dirname(__file__))
         """
-        status, out, _ = run(body, arguments=("--nproc", "7", "a", "b"))
+        status, out, _ = run(body, arguments=(option, "7", "a", "b"))
         assert status == 0
         assert out == [f"[rank {rank}] Namespace(nproc=7, rest=['a', 'b']) script.py True True" for rank in range(2)]
 

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         name = command.__name__.rpartition(".")[2]
         summary = (command.__doc__ or "").splitlines()[0]
-        sub = commands.add_parser(name, help=summary, description=summary)
+        sub = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         command.add_arguments(sub)
         if getattr(command, "FACTS", True):
             sub.add_argument("--json", action="store_true", help="print the facts as JSON")
