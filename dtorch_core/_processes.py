@@ -169,7 +169,8 @@ class ProcessRun:
         ranks, backends = list(self._devices), _authority.overrides()
         for first in range(0, len(ranks), self._ranks_per_process):
             devices = {rank: self._devices[rank] for rank in ranks[first : first + self._ranks_per_process]}
-            plan = Plan(devices, self._settings, threads_per_rank, server.port, os.getpid(), backends)
+            method = multiprocessing.get_start_method(allow_none=True)
+            plan = Plan(devices, self._settings, threads_per_rank, server.port, os.getpid(), backends, method)
             with _no_interrupt():
                 process = RankProcess(plan, self._work)
                 self._processes.append(process)

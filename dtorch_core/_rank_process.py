@@ -7,6 +7,7 @@ that neither waits for the other.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import select
 import signal
@@ -55,12 +56,15 @@ class Plan:
     """Its pid."""
     backends: dict[Kind, str]
     """What it asks for by ``use_backend``."""
+    start_method: str | None
+    """How it starts processes of :mod:`multiprocessing`; None is Python's own way."""
 
 
 def main(end: socket.socket, plan: Plan, _: object) -> None:
     """Run the plan's ranks. Their work comes by the line."""
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the caller as well, and it ends its ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    multiprocessing.set_start_method(plan.start_method, force=True)  # a spawned process would spawn, unasked
     gc.freeze()  # what has been imported lasts anyway; to look through it once more at the end takes half a second
     caller = _Caller(Line(end, waits=True), plan)
     run: Run | None = None

@@ -1,5 +1,6 @@
 """dtorch run: a torchrun script, unmodified, whose ranks are threads of one process, or processes."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -253,6 +254,14 @@ class TestScript:
             print(batches)
         """
         assert run(body)[:2] == (0, ["[rank 0] [[0, 1], [2, 3]]", "[rank 1] [[1, 2], [3, 4]]"])
+
+    def test_processes_of_a_rank_start_as_the_callers_do(self, run):
+        body = """
+        import multiprocessing
+        print(multiprocessing.get_start_method(allow_none=True))
+        """
+        method = multiprocessing.get_start_method(allow_none=True)
+        assert run(body, "--ranks-as", "processes", nproc=1)[:2] == (0, [f"[rank 0] {method}"])
 
 
 class TestOutput:
