@@ -360,6 +360,47 @@ class TestSignals:
         """
         assert run(body)[:2] == (130, [])
 
+    @pytest.mark.parametrize("handled", [True, False])
+    def test_a_signal_reaches_ranks_that_are_processes(self, tmp_path, handled):
+        text = """
+            import os, signal, torch, torch.distributed as dist
+            stop = []
+            if HANDLED:
+                signal.signal(signal.SIGUSR1, lambda number, frame: print("heard", flush=True))
+                signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+            dist.init_process_group()
+            dist.barrier()
+            print("ready", flush=True)
+            while True:
+                stops = torch.tensor([len(stop)])
+                dist.all_reduce(stops)
+                if stops:
+                    break
+        """
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(text).replace("HANDLED", repr(handled)))
+        command = [sys.executable, "-m", "dtorch_core", "run", "--nproc", "2", "--ranks-as", "processes", str(script)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+            alarm = threading.Timer(LIMIT, started.kill)
+            alarm.start()
+            try:
+                assert {started.stdout.readline() for _ in range(2)} == {"[rank 0] ready\n", "[rank 1] ready\n"}
+                if handled:
+                    started.send_signal(signal.SIGUSR1)
+                    assert {started.stdout.readline() for _ in range(2)} == {"[rank 0] heard\n", "[rank 1] heard\n"}
+
+                started.send_signal(signal.SIGTERM)
+                _, err = started.communicate()
+            finally:
+                alarm.cancel()
+                started.kill()
+
+        if handled:
+            assert started.returncode == 0, err
+        else:
+            assert started.returncode == 128 + signal.SIGTERM
+            assert "SIGTERM" in err
+
     def test_a_signal_that_nobody_handles_ends_the_process(self, tmp_path):
         text = "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)\n"
         (tmp_path / "script.py").write_text(f"{text}time.sleep(60)")

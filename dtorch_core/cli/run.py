@@ -6,6 +6,7 @@ import argparse
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from typing import TextIO
 
 from dtorch_core._text import did_you_mean
@@ -48,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Run it. The status is the script's: 0, or that of the rank that failed first."""
+    """Run it. The status is the script's: 0, that of the rank that failed first, or 128 and a signal that ended it."""
     if not options.module and not os.path.isfile(options.script):
         raise argparse.ArgumentTypeError(f"there is no file {options.script!r}")
 
     import torch
 
-    from dtorch_core import _rank_output, _script
+    from dtorch_core import _passed_signals, _rank_output, _script
     from dtorch_core._settings import Settings
     from dtorch_core.launcher import launched
 
@@ -67,12 +68,14 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     )
     settings = Settings(options.nproc, True, options.rng == "per-rank", options.ranks_as == "threads", script)
     places = dict.fromkeys(range(options.nproc), device)
-    with _rank_output.held(out):
+    with ExitStack() as stack:
+        stack.enter_context(_rank_output.held(out))
+        heard = stack.enter_context(_passed_signals.passed_on()) if options.ranks_as == "processes" else []
         try:
             launched(_script.run, (script,), places, settings, options.ranks_as)
         except RankFailedError as error:
             print(f"dtorch run: {error}", file=sys.stderr)
-            return _status(error)
+            return 128 + heard[-1] if heard else _status(error)
 
     return 0
 
