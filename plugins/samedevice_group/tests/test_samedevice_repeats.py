@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from dtorch_samedevice_group.options import PREMUL_SUM, number_of
 from torch.distributed import distributed_c10d as c10d
 
 from dtorch_core import CollectiveMismatchError, StoreTimeoutError, UnsupportedTensorError
@@ -38,6 +39,13 @@ def options(name, **values):
         setattr(made, key, value)
 
     return made
+
+
+def test_number_of_an_operation_is_that_of_c10d():
+    kinds = dist.ReduceOp.RedOpType.__members__.values()
+    ops = [dist.ReduceOp(kind) for kind in kinds if kind.value < PREMUL_SUM]
+    ops += [dist._make_nccl_premul_sum(2.0), dist._make_nccl_premul_sum(torch.tensor([0.5]))]
+    assert [number_of(op) for op in ops] == [op.op.value for op in ops] == [*range(PREMUL_SUM), PREMUL_SUM, PREMUL_SUM]
 
 
 class TestTheSameCallAgain:

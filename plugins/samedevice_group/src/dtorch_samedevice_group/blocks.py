@@ -43,7 +43,8 @@ def share(jobs: Sequence[Job], do: Callable[[Job], None], block_bytes: int = BLO
 
     ``do`` is given whole jobs, or the same block of each of a job's tensors.
     """
-    if sum([len(job) * job[0].nbytes for job in jobs]) > ALONE_BYTES:
+    nbytes = len(jobs[0]) * jobs[0][0].nbytes if len(jobs) == 1 else sum([len(job) * job[0].nbytes for job in jobs])
+    if nbytes > ALONE_BYTES:
         return [partial(_do, do, block) for job in jobs for block in cut(job, block_bytes) or [job]]
 
     with _inference(True):

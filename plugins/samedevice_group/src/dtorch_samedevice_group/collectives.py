@@ -43,9 +43,10 @@ def nothing() -> Collective:
 
 def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
     """Each rank's tensors are replaced by their reduction over the ranks."""
+    do = partial(_reduce_in_place, rule, factor)
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        return share(_by_position(offers), partial(_reduce_in_place, rule, factor))
+        return share(_by_position(offers), do)
 
     def results(shapes: Shapes) -> Sequence[Result]:
         return [Result(column, column, rule, factor) for column in _columns(shapes)]
@@ -181,7 +182,11 @@ def together(collectives: Sequence[Collective], counts: Sequence[int]) -> Collec
 
 def _by_position(offers: Sequence[Offer]) -> list[Job]:
     """Every rank's first tensor, every rank's second one, and so on."""
-    return list(zip(*[offer.tensors for offer in offers], strict=True))
+    ranks = [offer.tensors for offer in offers]
+    if len(ranks[0]) == 1:  # as a rule
+        return [[tensor for (tensor,) in ranks]]
+
+    return list(zip(*ranks, strict=True))
 
 
 def _columns(shapes: Shapes) -> list[list[Place]]:

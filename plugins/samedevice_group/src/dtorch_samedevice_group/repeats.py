@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtorch_samedevice_group.collectives import Collective
-from dtorch_samedevice_group.options import PREMUL_SUM, names_of
+from dtorch_samedevice_group.options import PREMUL_SUM, names_of, number_of
 
 if TYPE_CHECKING:
     from dtorch_samedevice_group.group import Plan
@@ -75,34 +76,44 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
                     ):
                         return None
 
-                    if not tensor.is_cpu:
-                        if not tensor.is_cuda:
-                            return None
-
-                        form.append(tensor.device)
-
-                    form.append(tensor.dtype)
-                    form.append(tensor.shape)
+                    if tensor.is_cpu:
+                        form += tensor.dtype, tensor.shape
+                    elif tensor.is_cuda:
+                        form += tensor.device, tensor.dtype, tensor.shape
+                    else:
+                        return None
             except RuntimeError:  # nested tensors have no strides
                 return None
 
             form.append(len(arg))
             tensors += arg
-        elif names := names_of(type(arg)):  # type: ignore[arg-type]  # mypy takes no type for hashable
-            for name in names:
-                part = getattr(arg, name)
-                if name == "timeout":
-                    timeout = part if part.days >= 0 else None  # a negative one stands for none
-                elif name == "rootRank":
-                    form.append(part)
-                elif (number := part.op.value) != PREMUL_SUM:
-                    form.append(number)
-                else:
+        elif counts := _counts(type(arg)):  # type: ignore[arg-type]  # mypy takes no type for hashable
+            has_op, has_root = counts
+            options: Any = arg
+            if has_op:
+                number = number_of(options.reduceOp)
+                if number == PREMUL_SUM:
                     return None  # its factor counts as well
+
+                form.append(number)
+
+            if has_root:
+                form.append(options.rootRank)
+
+            timeout = options.timeout
+            if timeout.days < 0:  # stands for none
+                timeout = None
         else:
             return None
 
     return tuple(form), tensors, timeout
+
+
+@cache
+def _counts(kind: type) -> tuple[bool, bool] | None:
+    """Whether a reduction and a root count of a class of options; None if it is not one."""
+    names = names_of(kind)
+    return ("reduceOp" in names, "rootRank" in names) if "timeout" in names else None
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
