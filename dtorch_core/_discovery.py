@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -245,6 +245,9 @@ def _specs(calls: Sequence[Call]) -> tuple[BackendSpec, ...]:
     specs: list[BackendSpec] = []
     for call in calls:
         result = call({})
+        if isinstance(result, Coroutine):
+            result.close()  # or Python warns, some day, that nobody has awaited it
+
         if isinstance(result, (str, bytes)) or not isinstance(result, Iterable):
             raise PluginError(f"must return BackendSpecs in a list, not {type(result).__name__}")
 

@@ -158,7 +158,6 @@ def together(call: object, count: int = THREADS) -> list[object]:
 
 
 class TestBroken:
-    @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
     @pytest.mark.parametrize("case", BROKEN)
     def test_plugin_that(self, site, case):
         source, said = BROKEN[case]
