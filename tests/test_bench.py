@@ -323,7 +323,7 @@ class TestProfile:
         status, out, _ = dtorch("--profile", "--ranks-as", "threads", "--rounds", "1")
         assert status == 0
         assert "all_reduce, 1 KiB, 2 ranks as threads, on cpu: microseconds of each step\n" in out
-        for step in (CALL, POST, SIGNAL, TURN, WAKE_UP, "work: add, and copy", "sum"):
+        for step in (CALL, POST, SIGNAL, TURN, WAKE_UP, "work: add up", "sum"):
             assert f"\n{step} " in out
 
         assert "not found" not in out
