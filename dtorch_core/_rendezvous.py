@@ -98,7 +98,15 @@ def _at_server(host: str, port: int, serve: bool, limit: timedelta, shown: str) 
     if serve:
         _serve(host, port, place, deadline, limit)
 
-    return board_at(place, shown, lambda: _kept.get(place) or _at_port(host, port, place, deadline, limit))
+    def line() -> dist.Store:
+        server = _kept.get(place)
+        if server is None:
+            return _at_port(host, port, place, deadline, limit)
+
+        # Not the server's own: every rank of this process would have the same one, and a forked child its parent's.
+        return own_line(server)
+
+    return board_at(place, shown, line)
 
 
 def _serve(host: str, port: int, place: str, deadline: float, limit: timedelta) -> None:

@@ -435,6 +435,46 @@ class TestConnections:
         assert board.get("k") == b"v"
         assert proxy.count == before + 1
 
+    def test_forked_child_of_rank_0_meets_its_parent(self, fake):
+        url = f"tcp://127.0.0.1:{free_port()}"
+        open_store("first", rank=0, world_size=1, rendezvous=url, timeout=LONG).close()
+        fake.Store.opened.clear()
+        fake.Store.closed.clear()
+
+        def meet(rank):
+            return open_store("x", rank=rank, world_size=2, rendezvous=url, timeout=20.0).rank
+
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            with contextlib.suppress(BaseException):
+                os._exit(meet(1) - 1)
+
+            os._exit(1)
+
+        assert meet(0) == 0
+        assert os.waitpid(child, 0)[1] == 0
+
+    def test_ranks_of_rank_0s_process_have_connections_of_their_own(self, fake, monkeypatch):
+        """They come at once, after all that was open there is closed."""
+        url, together, given = f"tcp://127.0.0.1:{free_port()}", threading.Barrier(2, timeout=PROMPT), []
+        open_store("first", rank=0, world_size=1, rendezvous=url, timeout=LONG).close()
+        fake.Store.opened.clear()
+        fake.Store.closed.clear()
+        board_at = _board.board_at
+
+        def at_once(address, place, connect):
+            def line():
+                given.append(one := connect())
+                together.wait()
+                return one
+
+            return board_at(address, place, line)
+
+        monkeypatch.setattr(rendezvous, "board_at", at_once)
+        assert [store.rank for store in opened(2, rendezvous=url).join()] == [0, 1]
+        assert len(given) == 2 and given[0] is not given[1]
+
     def test_server_that_takes_the_place_of_another_is_found(self, fake, monkeypatch):
         """Something is still open that was opened at the first one."""
         monkeypatch.setattr(rendezvous, "_serve", lambda *_: None)
