@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dtorch_nccl_group import group as factory
+from dtorch_nccl_group.companion import NcclCompanion
 
 import dtorch_core
 from dtorch_core import (
@@ -235,6 +236,32 @@ class TestFailure:
             for call in (lambda: group.all_reduce(part(0, 3)), group.barrier):
                 with pytest.raises(PeerLostError, match=r"rank 1 .* has left group '\w+' .* after its call #1"):
                     call()
+
+        on_ranks(body)
+
+    def test_rank_that_leaves_while_a_call_begins_is_named(self, monkeypatch):
+        begun, left = threading.Event(), threading.Event()
+        turn, heard = NcclCompanion.turn, NcclCompanion._on_leaving
+
+        def on_leaving(self, *args):
+            heard(self, *args)
+            left.set()
+
+        def late(self, call, ticket):
+            begun.set()
+            assert left.wait(LIMIT)
+            return turn(self, call, ticket)
+
+        monkeypatch.setattr(NcclCompanion, "_on_leaving", on_leaving)
+        monkeypatch.setattr(NcclCompanion, "turn", late)
+
+        def body(group):
+            if group.rank == 1:
+                assert begun.wait(LIMIT)
+                return
+
+            with pytest.raises(PeerLostError, match=r"rank 1 .* has left group '\w+' .* after its call #0"):
+                group.all_reduce(part(0, 4))
 
         on_ranks(body)
 
