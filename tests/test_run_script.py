@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 
+from dtorch_core import _passed_signals
 from dtorch_core.cli import main
 
 LIMIT = 60.0
@@ -400,6 +401,41 @@ class TestSignals:
         else:
             assert started.returncode == 128 + signal.SIGTERM
             assert "SIGTERM" in err
+
+    def test_a_signal_that_ranks_have_handled_is_not_the_status(self, tmp_path):
+        text = """
+        import signal, sys, threading
+        heard = threading.Event()
+        signal.signal(signal.SIGUSR1, lambda number, frame: heard.set())
+        print("ready", flush=True)
+        sys.exit(3 if heard.wait(30) else 4)
+        """
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(text))
+        command = [sys.executable, "-m", "dtorch_core", "run", "--nproc", "1", "--ranks-as", "processes", str(script)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+            alarm = threading.Timer(LIMIT, started.kill)
+            alarm.start()
+            try:
+                assert started.stdout.readline() == "[rank 0] ready\n"
+                started.send_signal(signal.SIGUSR1)
+                _, err = started.communicate()
+            finally:
+                alarm.cancel()
+                started.kill()
+
+        assert started.returncode == 3, err
+
+    def test_a_signal_before_any_process_is_started_does_what_it_did(self):
+        heard = []
+        before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+        try:
+            with _passed_signals.passed_on() as passed:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+        assert heard == passed == [signal.SIGUSR1]
 
     def test_a_signal_that_nobody_handles_ends_the_process(self, tmp_path):
         text = "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TextIO
 
@@ -75,7 +77,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             launched(_script.run, (script,), places, settings, options.ranks_as)
         except RankFailedError as error:
             print(f"dtorch run: {error}", file=sys.stderr)
-            return 128 + heard[-1] if heard else _status(error)
+            return _status(error, heard)
 
     return 0
 
@@ -103,7 +105,11 @@ def _free_port() -> int:
         return port
 
 
-def _status(error: RankFailedError) -> int:
-    """As Python ends a program that raised this."""
+def _status(error: RankFailedError, heard: Sequence[signal.Signals]) -> int:
+    """As Python ends a program that raised this; as a shell tells it, if one of the signals has killed the rank."""
     cause = error.__cause__
+    for number in heard if cause is None else ():
+        if f"killed by {number.name}" in str(error):
+            return 128 + number
+
     return cause.code & 0xFF if isinstance(cause, SystemExit) and isinstance(cause.code, int) else 1
