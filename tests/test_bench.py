@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +33,7 @@ from dtorch_core.bench.steps import CALL, POST, SIGNAL, SLEEP, STEPS, TURN, WAKE
 from dtorch_core.bench.stopwatch import Cost, Span, Stopwatch, cost
 from dtorch_core.bench.timing import Series
 from dtorch_core.cli import bench, main
+from dtorch_core.errors import PeerLostError
 
 
 @pytest.fixture
@@ -422,6 +426,28 @@ class TestCrew:
             crew.ask("time", "x", 3)
 
         assert crew.ask("time", "x", 3) == [2.5, 3.5]
+
+    def test_process_that_ends_is_named_and_closed(self):
+        class Folder:
+            def cleanup(self):
+                self.clean = True
+
+        def die(end):
+            end.recv()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        context = multiprocessing.get_context("fork")
+        crew = Crew.__new__(Crew)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=die, args=(theirs,))
+        process.start()
+        theirs.close()
+        crew._pipes, crew._processes, crew._folder = [ours], [process], Folder()
+        with pytest.raises(PeerLostError, match=rf"^rank 0 \(pid {process.pid}\) ended .* exit code -9$"):
+            crew.ask("time", "x", 3)
+
+        crew.close()
+        assert crew._folder.clean
 
     def test_peer_that_refuses_is_skipped_with_a_line(self, monkeypatch):
         pytest.importorskip("dtorch_samedevice_group")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from dtorch_core._text import describe_error
 from dtorch_core.bench.team import PATIENCE, pin
+from dtorch_core.errors import PeerLostError
+
+ENDING = 5.0
+"""Seconds between the end of what a process has open and its own, and more than that."""
 
 Timed = Callable[[int], float]
 """Seconds for one call, from so many calls in a row."""
@@ -44,17 +49,20 @@ class Crew:
         """Every rank's answer.
 
         :raises RefusedError: if a rank raised something.
+        :raises PeerLostError: if a rank's process has ended.
         :raises TimeoutError: if a rank says nothing.
         """
-        for pipe in self._pipes:
-            pipe.send(question)
+        for rank, pipe in enumerate(self._pipes):
+            with self._living(rank):
+                pipe.send(question)
 
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(PATIENCE):
                 raise TimeoutError(f"rank {rank}: no answer to {question}")
 
-            answers.append(pipe.recv())
+            with self._living(rank):
+                answers.append(pipe.recv())
 
         refusals = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
         if refusals:
@@ -64,12 +72,24 @@ class Crew:
 
     def close(self) -> None:
         for pipe in self._pipes:
-            pipe.send(("end",))
+            with suppress(ConnectionError):  # its process has ended
+                pipe.send(("end",))
 
         for process in self._processes:
             process.join(PATIENCE)
 
         self._folder.cleanup()
+
+    @contextmanager
+    def _living(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError) as error:
+            process = self._processes[rank]
+            process.join(ENDING)
+            raise PeerLostError(
+                f"rank {rank} (pid {process.pid}) ended while it was measured, with exit code {process.exitcode}"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
