@@ -401,9 +401,11 @@ class TestTorchDistributed:
             assert torch.equal(x, part(0, 4) + part(1, 4))
             sub = dist.new_group([0, 1])
             dist.broadcast(x, 0, group=sub)
-            objects = [None, None]
-            dist.all_gather_object(objects, {"rank": ctx.rank})
-            assert objects == [{"rank": 0}, {"rank": 1}]
+            if importlib.util.find_spec("numpy") is not None:  # torch itself needs it here
+                objects = [None, None]
+                dist.all_gather_object(objects, {"rank": ctx.rank})
+                assert objects == [{"rank": 0}, {"rank": 1}]
+
             inner = dist.split_group(dist.group.WORLD, [[0], [1]])
             assert inner.size() == 1
             dist.barrier()
