@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -139,7 +140,23 @@ class Work(Generic[T]):
 
             work.get_future().add_done_callback(fulfil)
 
-        self._started.add_done_callback(follow)
+        notes = self._notes
+        if notes is None or self._started.done():
+            follow(self._started)
+            return future
+
+        def wait() -> None:
+            try:
+                notes.wait(self._timeout)
+                self._started.exception(self._timeout)
+            except Exception as error:
+                future.set_exception(self._explained(error))
+            else:
+                follow(self._started)
+
+        # Its callbacks may call collectives and wait for them: not in the thread that begins this one, which is another
+        # rank's, or has others to begin.
+        threading.Thread(target=wait, name="a future's wait", daemon=True).start()
         return future
 
     def _wait(self, timeout: float | timedelta | None) -> None:

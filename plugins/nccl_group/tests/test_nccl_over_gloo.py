@@ -129,6 +129,20 @@ class TestOrder:
 
         on_ranks(body)
 
+    def test_callback_of_a_future_may_call_collectives(self):
+        asked = threading.Event()
+
+        def body(group):
+            if group.rank == 1:
+                assert asked.wait(LIMIT)
+
+            future = group.barrier(async_op=True).get_future()
+            reduced = future.then(lambda _: group.all_reduce(part(group.rank, 3)))
+            asked.set()
+            assert torch.equal(reduced.wait(), part(0, 3) + part(1, 3))
+
+        on_ranks(body, timeout=5.0)
+
 
 class TestFailure:
     def test_timeout_shows_who_called_what(self):
