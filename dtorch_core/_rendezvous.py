@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from dtorch_core import _scope
 from dtorch_core._board import Board, Lines, board_at, board_in, own_line
 from dtorch_core._text import seconds
-from dtorch_core.errors import DtorchError, StoreTimeoutError
+from dtorch_core.errors import DtorchError, PeerLostError, StoreTimeoutError
 
 LONGEST = 1e8
 """Seconds: more than three years, and what the clocks of c10d can still count."""
@@ -26,6 +27,8 @@ SHORTEST = 0.01
 
 RETRY = 0.05
 """Seconds between two tries to reach a server that is not up yet."""
+
+T = TypeVar("T")
 
 _lock = threading.Lock()
 _in_process = dist.HashStore()
@@ -39,13 +42,14 @@ def connect(rendezvous: Board | dist.Store | str | None, rank: int, world_size: 
 
     :raises ValueError: if the URL can't be read.
     :raises StoreTimeoutError: if the rendezvous' host does not answer within ``timeout`` seconds.
+    :raises PeerLostError: if the server of a given Store is gone.
     :raises DtorchError: if rank 0 can't serve it, or its file can't be used; the system's error is the cause.
     """
     if isinstance(rendezvous, Board):
         return rendezvous
 
     if isinstance(rendezvous, dist.Store):
-        return board_in(rendezvous)
+        return _at_given(rendezvous, timeout)
 
     if isinstance(rendezvous, str):
         return _at_url(rendezvous, rendezvous, rank, world_size, timeout)
@@ -64,6 +68,19 @@ def connect(rendezvous: Board | dist.Store | str | None, rank: int, world_size: 
         return _at_url("env://", "torchrun's environment (env://)", rank, world_size, timeout)
 
     return _here(_in_process)
+
+
+def _at_given(store: dist.Store, timeout: float) -> Board:
+    name, limit = f"the given {type(store).__name__}", min(timeout, LONGEST)
+    try:
+        # It has a timeout of its own, in which c10d tries to reach a server that is gone.
+        return _in_time(name, time.monotonic() + limit, lambda: board_in(store))
+    except TimeoutError as error:
+        raise StoreTimeoutError(
+            f"the server of {name} takes no other connection within {seconds(limit)}: is the process up that serves it?"
+        ) from error
+    except dist.DistError as error:
+        raise PeerLostError(f"the server of {name} is gone: {_first_line(error)}") from error
 
 
 def _here(store: dist.HashStore) -> Board:
@@ -143,12 +160,12 @@ def _at_port(host: str, port: int, place: str, deadline: float, limit: timedelta
         raise _nobody(place, limit, error) from error
 
 
-def _in_time(place: str, deadline: float, call: Callable[[], dist.Store]) -> dist.Store:
+def _in_time(place: str, deadline: float, call: Callable[[], T]) -> T:
     """What ``call`` returns; TimeoutError at the deadline.
 
     c10d waits for a server's first word without its timeout, and can't be interrupted there.
     """
-    outcome: Future[dist.Store] = Future()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
