@@ -449,6 +449,17 @@ class TestCrew:
         crew.close()
         assert crew._folder.clean
 
+    def test_queue_whose_process_ends_raises(self):
+        import torch
+
+        queues = exchange.Queues()
+        queues.call(torch.arange(4.0))
+        queues._process.kill()
+        with pytest.raises(PeerLostError, match=rf"pid {queues._process.pid}\) ended"):
+            queues.call(torch.arange(4.0))
+
+        queues.close()
+
     def test_peer_that_refuses_is_skipped_with_a_line(self, monkeypatch):
         pytest.importorskip("dtorch_samedevice_group")
 

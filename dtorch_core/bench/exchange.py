@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 
 import torch
@@ -19,6 +20,7 @@ from dtorch_core.bench.processes import EMPTY, MEMCPY, PUBLISH, SOCKET, STEPS, s
 from dtorch_core.bench.sizes import KIB, room, size
 from dtorch_core.bench.team import PATIENCE, Team, pin, timed
 from dtorch_core.bench.timing import Series, Subject, interleave
+from dtorch_core.errors import PeerLostError
 
 CROWD = 100
 COPIES = 6
@@ -112,14 +114,22 @@ class Queues:
 
     def __init__(self) -> None:
         context = torch.multiprocessing.get_context("spawn")
-        self._there, self._back = context.SimpleQueue(), context.SimpleQueue()
-        self._process = context.Process(target=_answer, args=(self._there, self._back), daemon=True)
+        self._there = context.SimpleQueue()
+        self._back, theirs = context.Pipe(duplex=False)  # a queue would not tell that nobody is left to answer
+        self._process = context.Process(target=_answer, args=(self._there, theirs), daemon=True)
         self._process.start()
+        theirs.close()
 
     def call(self, tensor: Tensor) -> None:
-        """A clone there, and an answer back."""
+        """A clone there, and an answer back.
+
+        :raises PeerLostError: if the process has ended.
+        """
         self._there.put(tensor.clone())
-        self._back.get()
+        try:
+            self._back.recv()
+        except EOFError as error:
+            raise PeerLostError(f"the process at the other end of the queue (pid {self._process.pid}) ended") from error
 
     def close(self) -> None:
         self._there.put(None)
@@ -138,10 +148,10 @@ class QueueSubject:
         return timed(lambda: self.queues.call(self.tensor), count)
 
 
-def _answer(there: SimpleQueue[Tensor | None], back: SimpleQueue[int]) -> None:
+def _answer(there: SimpleQueue[Tensor | None], back: Connection) -> None:
     pin(1)
     while there.get() is not None:
-        back.put(0)
+        back.send(0)
 
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> dict[int, Series]:
