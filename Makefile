@@ -24,7 +24,7 @@ PIP = $(RUN) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PINNED = $(if $(VENV_SITE),,-c $(VENV)/constraints.txt)
 MANIFESTS = constraints.txt requirements-demo.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: help demo test cuda upstream bench lint types clean FORCE
+.PHONY: help demo test test-core test-plugins cuda upstream bench lint types clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -35,8 +35,21 @@ demo: $(VENV)/.model
 	DEVICE="$(DEVICE)" RANKS_AS="$(RANKS_AS)" \
 		$(RUN) -W "ignore:Failed to initialize NumPy" examples/minilm_tensor_parallel.py
 
+# Two halves at once: most tests wait more than they work. With PYTEST="...", one run of what it names.
 test: $(VENV)/.model $(VENV)/.upstream lint types
+ifeq ($(strip $(PYTEST)),)
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-core test-plugins
+else
 	$(RUN) -P -m pytest $(PYTEST)
+endif
+
+test-core: $(VENV)/.model $(VENV)/.upstream
+	$(RUN) -P -m pytest tests -m "not packaging"
+
+# With sessions of its own: some tests look at all of them.
+test-plugins: $(VENV)/.model $(VENV)/.upstream
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+		TMPDIR="$$folder" XDG_RUNTIME_DIR= $(RUN) -P -m pytest -p no:cacheprovider plugins tests/test_packaging.py
 
 # The suite on a GPU: what `make test` skips where there is none, and the conformance kit there instead of on the CPU.
 cuda: $(VENV)/.workspace
