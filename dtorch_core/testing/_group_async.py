@@ -151,9 +151,19 @@ class AsyncTests(GroupConformance):
 
     @requires("async")
     def test_future_can_be_followed(self, device: str) -> None:
+        looked = threading.Event()
+
         def body(group: ThreadGroup) -> None:
             xs = [coded(rank, (4,), group.device) for rank in range(2)]
+            if group.rank == 1:
+                assert looked.wait(self.patience)
+
             future = group.all_reduce(xs[group.rank], async_op=True).get_future()
+            if group.rank == 0:
+                early = future.done()
+                looked.set()
+                assert not (early and "mismatch" in self.declared), "it is fulfilled, and rank 1 has not come"
+
             doubled = future.then(lambda done: done.value() * 2)
             assert same(doubled.wait(), 2 * (xs[0] + xs[1]))
             gathered = group.all_gather(xs[group.rank], async_op=True).get_future()
