@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import struct
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -450,9 +451,15 @@ def held():
 
 @pytest.mark.usefixtures("node_each")
 class TestSessions:
-    def test_many_one_after_another_leave_nothing(self, monkeypatch, tmp_path):
+    @pytest.fixture
+    def folder(self, monkeypatch):
+        """For sessions, and a short one: the paths of sockets are."""
+        with tempfile.TemporaryDirectory() as folder:
+            monkeypatch.setenv(VARIABLE, folder)
+            yield folder
+
+    def test_many_one_after_another_leave_nothing(self, folder):
         count = int(os.environ.get("DTORCH_TEST_SESSIONS", "60"))
-        monkeypatch.setenv(VARIABLE, str(tmp_path / "s"))
 
         def rank(ctx):
             for number in range(count):
@@ -471,7 +478,7 @@ class TestSessions:
         after = held()
         assert after[:3] == before[:3]
         assert after[3] - before[3] < 32 << 20
-        assert os.listdir(tmp_path / "s") == []
+        assert os.listdir(folder) == []
 
     def test_many_open_files_do_not_matter(self):
         """What has a number above 1023 is nothing to ``select()``."""
