@@ -64,11 +64,21 @@ def same_place(a: Tensor, b: Tensor) -> bool:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """They may have an element's memory in common: what lies between their first and last bytes meets."""
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
-        return False
+    """They may have an element's memory in common: what lies between their first and last bytes meets.
 
-    return a.data_ptr() < b.data_ptr() + extent(b) and b.data_ptr() < a.data_ptr() + extent(a)
+    Two storages may be of one memory: see :func:`own_bytes`.
+    """
+    (a_start, a_end), (b_start, b_end) = span(a), span(b)
+    return max(a_start, b_start) < min(a_end, b_end)
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of its first byte, and behind its last one; equal where it is empty."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+
+    return start, start + (extent(tensor) if tensor.numel() else 0)
 
 
 def extent(tensor: Tensor) -> int:

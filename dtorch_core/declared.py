@@ -12,13 +12,13 @@ here or by another process: :func:`at_risk` says which sources have to be copied
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtorch_core._memory import extent, same_place
+from dtorch_core._memory import same_place, span
 from dtorch_core._shapes import Shape
 from dtorch_core.joint import Offer, Task
 from dtorch_core.reduction import Rule
@@ -99,7 +99,7 @@ def _room(rule: Rule, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> T
     return torch.empty_like(targets[0])
 
 
-def at_risk(results: Iterable[Result], tensors: Mapping[int, Sequence[Tensor]]) -> Sequence[Place]:
+def at_risk(results: Sequence[Result], tensors: Mapping[int, Sequence[Tensor]]) -> Sequence[Place]:
     """The sources that have to be copied before anything is written, among ``tensors``: those of one process's ranks.
 
     Safe is what no target overlaps, and what only a target of the same result is, as the very same view: reduced in
@@ -107,7 +107,7 @@ def at_risk(results: Iterable[Result], tensors: Mapping[int, Sequence[Tensor]]) 
     has been read. A source that a target meets elsewhere, or a target of another result, may be overwritten before.
     Tensors that lie between each other without having an element in common count as overlapping.
     """
-    if sum(map(len, tensors.values())) <= 1:
+    if sum(map(len, tensors.values())) <= 1 or _are_apart(results, tensors):
         return ()
 
     spans = []
@@ -115,8 +115,7 @@ def at_risk(results: Iterable[Result], tensors: Mapping[int, Sequence[Tensor]]) 
         for written, places in ((True, result.targets), (False, result.sources)):
             for place in places:
                 if place.rank in tensors and (tensor := tensors[place.rank][place.number]).numel():
-                    start = tensor.data_ptr()
-                    spans.append((start, start + extent(tensor), written, number, place))
+                    spans.append((*span(tensor), written, number, place))
 
     spans.sort()
     found: dict[Place, None] = {}
@@ -131,6 +130,25 @@ def at_risk(results: Iterable[Result], tensors: Mapping[int, Sequence[Tensor]]) 
             found[other if written else place] = None
 
     return list(found)
+
+
+def _are_apart(results: Sequence[Result], tensors: Mapping[int, Sequence[Tensor]]) -> bool:
+    """All sources lie on one side of all targets: as a rule, and seen at once."""
+    bounds: list[tuple[int, int]] = []
+    for places in ([result.sources for result in results], [result.targets for result in results]):
+        spans = [
+            span(tensor)
+            for each in places
+            for place in each
+            if place.rank in tensors and (tensor := tensors[place.rank][place.number]).numel()
+        ]
+        if not spans:
+            return True
+
+        bounds.append((min(start for start, _ in spans), max(end for _, end in spans)))
+
+    (first, end), (other_first, other_end) = bounds
+    return end <= other_first or other_end <= first
 
 
 def _same(tensors: Mapping[int, Sequence[Tensor]], place: Place, other: Place) -> bool:

@@ -19,6 +19,8 @@ from dtorch_core import (
     hookimpl,
     use_backend,
 )
+from dtorch_core._memory import Memory, own_bytes
+from dtorch_core._shapes import Shape
 from dtorch_core.testing import run_ranks
 
 LIMIT = 20.0
@@ -82,6 +84,16 @@ LAYOUTS = {
     "negative": lambda rank: torch.complex(part(rank, 6, 6), part(rank, 6, 6)).conj().imag,
     "whole numbers": lambda rank: part(rank, 6, 6, dtype=torch.int64).t(),
 }
+
+
+def test_out_that_overlaps_the_input_through_another_storage_is_written_last():
+    whole = part(0, 10)
+    x, out = own_bytes(whole[2:8]), whole[:6]
+    memory = Memory("all_reduce", out, Shape.of(x), x.device, (x,))
+    memory.tensor.fill_(-1)
+    assert torch.equal(x, part(0, 10)[2:8])
+    assert memory.result() is out
+    assert torch.equal(out, torch.full((6,), -1.0))
 
 
 class TestValues:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dtorch_core._memory import own_bytes
 from dtorch_core.declared import Place, Result, at_risk, compute
 from dtorch_core.reduction import rule
 
@@ -97,6 +98,11 @@ class TestAtRisk:
         results = [moved(self.first, self.second)]
         assert self.found(results, self.whole[:6], self.whole[shift : shift + 6]) == [self.second]
         assert self.found(results, self.whole[shift : shift + 6], self.whole[:6]) == [self.second]
+
+    def test_the_same_memory_through_another_storage_is_at_risk(self):
+        part = own_bytes(self.whole[4:8])
+        assert part.untyped_storage().data_ptr() != self.whole.untyped_storage().data_ptr()
+        assert self.found([moved(self.first, self.second)], self.whole[:6], part) == [self.second]
 
     def test_the_same_memory_in_another_order_is_at_risk(self):
         square = self.whole[:9].view(3, 3)
