@@ -36,7 +36,8 @@ class Scope:
         """What other ranks of this process have of their own as well, by whoever looks it up. A rank that spawns ranks
         is to them what the process is to it."""
         self._lock = threading.Lock()
-        self._open: weakref.WeakSet[Abortable] = weakref.WeakSet()
+        self._open: weakref.WeakKeyDictionary[Abortable, None] = weakref.WeakKeyDictionary()
+        """In the order in which they were opened."""
         self._ended: tuple[str, bool] | None = None
 
     @property
@@ -47,7 +48,7 @@ class Scope:
     def add(self, handle: Abortable) -> None:
         """Remember a handle; abort it at once if the scope has been aborted."""
         with self._lock:
-            self._open.add(handle)
+            self._open[handle] = None
             ended = self._ended
 
         if ended is not None:
@@ -66,7 +67,10 @@ class Scope:
                 log.exception("rank %s: ending %r failed", self.rank, handle)
 
     def close(self) -> None:
-        """Close what the rank left open: an orderly return says goodbye."""
+        """Close what the rank left open, the last one first: an orderly return says goodbye.
+
+        What a handle has opened for itself, before it was there, is closed after it: it may have last words to say.
+        """
         with self._lock:
             handles = list(self._open)
 

@@ -99,6 +99,30 @@ class TestResults:
         assert spawn(rank, 2) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
 
 
+class TestHandles:
+    def test_what_a_rank_left_open_is_closed_last_opened_first(self):
+        closed = []
+
+        class Handle:
+            def __init__(self, number):
+                self.number = number
+
+            def abort(self, reason, *, died=False):
+                raise AssertionError(reason)
+
+            def close(self):
+                closed.append(self.number)
+
+        handles = [Handle(number) for number in range(50)]
+
+        def rank(ctx):
+            for handle in handles:
+                ctx._scope.add(handle)
+
+        run_ranks(rank, 1)
+        assert closed == list(range(49, -1, -1))
+
+
 class TestFailure:
     def test_first_failure_ends_the_run_with_its_rank_and_traceback(self):
         def failing_function(ctx):
