@@ -7,6 +7,7 @@ own, stands a :class:`Companion`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
@@ -108,6 +109,12 @@ def companion(group: dist.ProcessGroup) -> Companion | None:
 def accompany(group: dist.ProcessGroup, beside: Companion) -> None:
     """Let a companion stand beside a group. For the backend that made both."""
     _companions[group] = beside
+
+
+def texts_of(ticket: Ticket) -> Sequence[str]:
+    """Every rank's text of :meth:`Speaks.post_notes`, in rank order. They are here; raises what the exchange raised."""
+    ticket.wait(0)
+    return [note.split("\n", 2)[2] for note in ticket.notes()]
 
 
 @cache  # a check against a protocol takes some microseconds

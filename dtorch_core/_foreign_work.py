@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtorch_core import streams
+from dtorch_core._futures import future_of
 from dtorch_core._text import seconds
 from dtorch_core.errors import DtorchError, StoreTimeoutError
 
@@ -100,26 +101,13 @@ class ForeignWork:
     def get_future(self) -> torch.futures.Future[Any]:
         """Done when the results are where they belong."""
         if self._lazy:
-            return self._of_a_thread()
+            return future_of(self.wait, "waits for a work")
 
         def store(future: torch.futures.Future[Any]) -> Any:  # noqa: ANN401
             self._store()
             return future.value()
 
         return self._work.get_future().then(store)
-
-    def _of_a_thread(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def follow() -> None:
-            try:
-                self.wait()
-                future.set_result(None)
-            except Exception as error:
-                future.set_exception(error)
-
-        threading.Thread(target=follow, name="waits for a work", daemon=True).start()
-        return future
 
     def _source_rank(self) -> int:
         return self._work._source_rank()

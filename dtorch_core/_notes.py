@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dtorch_core import _c10d
-from dtorch_core._extras import Place, companion, extras
+from dtorch_core._extras import Place, companion, extras, texts_of
 from dtorch_core.joint import Ticket
 
 
@@ -34,11 +34,7 @@ class Notes:
 
     def texts(self) -> Sequence[str]:
         """The texts in rank order; once they are here."""
-        if self.ticket is None:
-            return self._texts
-
-        self.ticket.wait(0)  # raises what the exchange raised
-        return [note.split("\n", 2)[2] for note in self.ticket.notes()]
+        return self._texts if self.ticket is None else texts_of(self.ticket)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when they are here, or will never be."""

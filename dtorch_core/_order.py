@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from dtorch_core._extras import Place
+from dtorch_core._extras import Place, texts_of
 from dtorch_core._text import seconds
 from dtorch_core.errors import StoreTimeoutError
 from dtorch_core.joint import Ticket
@@ -93,11 +93,7 @@ class Turn:
 
     def texts(self) -> Sequence[str]:
         """Every rank's text, in rank order."""
-        if self._ticket is None:
-            return ()
-
-        self._ticket.wait(0)  # raises what the exchange raised
-        return [note.split("\n", 2)[2] for note in self._ticket.notes()]
+        return () if self._ticket is None else texts_of(self._ticket)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when it is its turn. Once only."""

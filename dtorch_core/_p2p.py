@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtorch_core._extras import Companion, extras
 from dtorch_core._foreign_work import ForeignWork
+from dtorch_core._futures import future_of
 from dtorch_core._shapes import Shape, describe
 from dtorch_core._stand_ins import as_carried
 from dtorch_core.errors import CollectiveMismatchError
@@ -95,19 +96,12 @@ class _HeaderThenTensor:
 
     def get_future(self) -> torch.futures.Future[list[Tensor | None]]:
         """Done when a thread of its own has waited."""
-        devices = [self._header.device] if self._header.is_cuda else None
-        future: torch.futures.Future[list[Tensor | None]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
 
-        def follow() -> None:
-            try:
-                self.wait(timedelta(seconds=self._timeout))
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(self.result())
+        def received() -> list[Tensor | None]:
+            self.wait(timedelta(seconds=self._timeout))
+            return self.result()
 
-        threading.Thread(target=follow, name=f"receives from {self._src}", daemon=True).start()
-        return future
+        return future_of(received, f"receives from {self._src}", [self._header.device] if self._header.is_cuda else ())
 
     def cancel(self) -> bool:
         """c10d has no way to take a receive back."""

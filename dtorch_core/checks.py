@@ -15,8 +15,8 @@ from dtorch_core.errors import ProtocolError, UnsupportedTensorError
 def check_publish(key: str, tensor: Tensor, get_count: int, world_size: int | None = None) -> None:
     """The rules of :meth:`TensorStore.src_set` that hold for every backend; call it first.
 
-    :raises TypeError: if ``key`` is not a string.
     :param world_size: the store's: a rank gets each publication once, so that there can't be more consumers.
+    :raises TypeError: if ``key`` is not a string.
     :raises ProtocolError: if ``get_count`` is below 1, or above ``world_size``.
     :raises UnsupportedTensorError: if it is not a plain, strided, dense tensor; the message says what it is.
     """

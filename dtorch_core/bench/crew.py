@@ -75,6 +75,8 @@ class Crew:
             with suppress(ConnectionError):  # its process has ended
                 pipe.send(("end",))
 
+            pipe.close()
+
         for process in self._processes:
             process.join(PATIENCE)
 

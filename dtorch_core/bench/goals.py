@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dtorch_core.bench import exchange, gpu_exchange
+from dtorch_core.bench import exchange, gpu_exchange, own_gpus
 from dtorch_core.bench.cells import Cell
 from dtorch_core.bench.collectives import PROCESSES
 from dtorch_core.bench.exchange import CROWD, QUEUE
@@ -12,7 +12,7 @@ from dtorch_core.bench.floors import FLOOR, HAND_OFF
 from dtorch_core.bench.groups import DTORCH, THREADED
 from dtorch_core.bench.peers import GLOO
 from dtorch_core.bench.processes import MEMCPY, SOCKET
-from dtorch_core.bench.report import Goal, Measured
+from dtorch_core.bench.report import Goal, Measured, OwnGpus
 from dtorch_core.bench.sizes import KIB, MIB, size
 from dtorch_core.bench.timing import Series
 
@@ -47,6 +47,7 @@ def of_all(measured: Measured) -> Iterator[Goal]:
 
     yield from of_exchange(measured.exchange)
     yield from of_gpu_exchange(measured.gpu_exchange)
+    yield from of_own_gpus(measured.own_gpus)
 
 
 def _of_threads(cell: Cell, series: Series) -> Iterator[Goal]:
@@ -132,6 +133,17 @@ def of_gpu_exchange(results: Mapping[int, Series]) -> Iterator[Goal]:
     for nbytes, series in results.items():
         for name, most in ((gpu_exchange.STEPS, 130), (gpu_exchange.WHOLE, 450)):
             yield Goal(f"{name}, {size(nbytes)}: microseconds", series.seconds(name) * 1e6, at_most=most)
+
+
+def of_own_gpus(results: Mapping[OwnGpus, Series]) -> Iterator[Goal]:
+    """What a group costs beside NCCL itself: microseconds of a small call, a part of a large one."""
+    for of, series in results.items():
+        what = f"all_reduce, {size(of.nbytes)}, {of.ranks} {of.ranks_as} with a GPU each"
+        if of.nbytes <= MIB:
+            yield Goal(f"{what}: microseconds over {own_gpus.RAW}", own_gpus.more(series) * 1e6, at_most=25)
+        elif of.nbytes == ON_GPU_LARGE[0]:
+            ratio = series.ratio(own_gpus.OURS, own_gpus.RAW)
+            yield Goal(f"{what}: times {own_gpus.RAW}", ratio, at_most=1.05)
 
 
 def _named(cell: Cell) -> str:

@@ -1,12 +1,10 @@
 """Ranks with a GPU each: a group over NCCL beside torch's bare ProcessGroupNCCL.
 
-``python -m dtorch_core.bench.own_gpus [--ranks N] [--ranks-as threads|processes]`` prints the table. All subjects are
-measured by turns; every rank goes through the same list.
+All subjects are measured by turns; every rank goes through the same list.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +21,6 @@ from dtorch_core.bench.sizes import size
 from dtorch_core.bench.timing import Series
 
 OURS, RAW = "dtorch over NCCL", "ProcessGroupNCCL"
-SIZES = (2**10, 2**20, 2**28)
 BURST, MOST = 0.03, 200
 """Seconds and calls that one turn takes at most, about."""
 
@@ -60,16 +57,9 @@ def measure(
     return {nbytes: _slowest([answer[nbytes] for answer in answers]) for nbytes in sizes}
 
 
-def rows(measured: dict[int, Series]) -> list[tuple[str, str, str, str]]:
-    """Size, the two times in microseconds, and what ours costs more: in microseconds, and in per cent."""
-    found = []
-    for nbytes, series in measured.items():
-        ours, raw = series.seconds(OURS), series.seconds(RAW)
-        more = median(a - b for a, b in zip(series.rounds[OURS], series.rounds[RAW], strict=True))
-        cost = f"{1e6 * more:+.1f} us, {100 * (series.ratio(OURS, RAW) - 1):+.1f} %"
-        found.append((size(nbytes), f"{1e6 * ours:.1f}", f"{1e6 * raw:.1f}", cost))
-
-    return found
+def more(series: Series) -> float:
+    """Seconds by which ours takes longer: the median of the rounds' differences."""
+    return median(ours - raw for ours, raw in zip(series.rounds[OURS], series.rounds[RAW], strict=True))
 
 
 def _slowest(answers: Sequence[dict[str, list[float]]]) -> Series:
@@ -129,24 +119,3 @@ def _timed(call: Call) -> float:
     call()
     torch.cuda.synchronize()
     return perf_counter() - begin
-
-
-def main() -> None:
-    """Measure, and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m dtorch_core.bench.own_gpus", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
-    parser.add_argument("--ranks-as", choices=("threads", "processes"), default="processes")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    try:
-        measured = measure(options.ranks, options.ranks_as, options.rounds, SIZES, print)
-    except ValueError as error:
-        parser.error(str(error))
-
-    print(f"{'all_reduce':>12} {OURS + ', us':>22} {RAW + ', us':>22}   more")
-    for each in rows(measured):
-        print("{:>12} {:>22} {:>22}   {}".format(*each))
-
-
-if __name__ == "__main__":
-    main()

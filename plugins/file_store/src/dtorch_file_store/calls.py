@@ -96,6 +96,10 @@ class Call:
         """The ranks that have not come."""
         return [rank for rank, offer in enumerate(self.offers) if offer is None]
 
+    def halted(self, number: int) -> list[int]:
+        """The nodes that have not reached exchange ``number``, of those that have to."""
+        return [node for node in self.awaited if self.said.get(node, -1) < number]
+
     def what(self, rank: int) -> str:
         """How messages to ``rank`` call it."""
         offer = self.offers[rank]

@@ -231,10 +231,10 @@ class Joint:
     def _stuck(self, call: Call, rank: int) -> Failure | None:
         """Why those who have not come can't come any more, or those who have can't go on."""
         if call.complete:
-            if call.running or not self._halted(call):
+            if call.running or not call.halted(call.awaits):
                 return None
 
-            gone = [rank for rank, home in enumerate(self._node.homes) if home in self._halted(call)]
+            gone = [rank for rank, home in enumerate(self._node.homes) if home in call.halted(call.awaits)]
             return self._presence.over(rank, call.what(rank)) or self._presence.lacks(rank, gone, call.what(rank))
 
         if rank in self._presence.closed:
@@ -251,17 +251,13 @@ class Joint:
         what = call.what(rank)
         return self._stuck(call, rank) or self._presence.over(rank, what) or self._gave_up(rank, what)
 
-    def _halted(self, call: Call) -> list[int]:
-        """The nodes that have to go on before this one can."""
-        return [node for node in call.awaited if call.said.get(node, -1) < call.awaits]
-
     def _retire(self, call: Call, rank: int, timeout: float) -> tuple[Failure, list[Waiter]]:
         """A rank gives up: nothing can be begun any more. Its error, and whom to wake."""
         what = call.what(rank)
         if not call.complete:
             late = f"{rank_list(call.missing())} had not come after {seconds(timeout)}"
         else:
-            ranks = [other for other, home in enumerate(self._node.homes) if home in self._halted(call)]
+            ranks = [other for other, home in enumerate(self._node.homes) if home in call.halted(call.awaits)]
             late = f"{rank_list(ranks)} had come, and did not go on within {seconds(timeout)}"
 
         self._node.tell_all(frame("retired", f"rank {rank} gave up on {what}: {late}"))
@@ -276,7 +272,7 @@ class Joint:
             call.complete
             and not call.running
             and not call.finished
-            and not self._halted(call)
+            and not call.halted(call.awaits)
         )
 
     def _moved(self, call: Call) -> Iterable[Waiter]:
@@ -314,7 +310,7 @@ class Joint:
                     woken = self._end(call, error)
                 else:
                     call.awaits = awaits
-                    call.running = not self._halted(call)
+                    call.running = not call.halted(call.awaits)
                     woken = [] if call.running else self.give_up()
 
             self._node.after(woken)

@@ -351,11 +351,6 @@ class Node:
 
         self.after(woken)
 
-    @property
-    def lost_nodes(self) -> set[int]:
-        """The nodes whose process ended without a goodbye."""
-        return {self.homes[rank] for rank in self.presence.died if self.homes[rank] in self.gone}
-
     # The end
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from dtorch_core import BackendContext, DtorchError, PeerLostError, StoreTimeoutError, Topology
+from dtorch_core._deaths import first_ended
 from dtorch_core._text import rank_list, seconds
 from dtorch_file_store.directory import SessionDirectory
 from dtorch_file_store.link import Link, ready
@@ -28,9 +29,6 @@ _HELLO, _FAILED = "hello", "failed"
 
 HELLO = 5.0
 """Seconds that whoever connects has to say who it is."""
-
-ENDING = 0.05
-"""Seconds between the end of what a killed process has open and its own, and more than that."""
 
 TELLING = 1.0
 """Seconds that a node which does not listen any more has to say why."""
@@ -227,12 +225,9 @@ class _Meeting:
 
     def _check_alive(self, node: int) -> None:
         """:raises PeerLostError: if a node that does not listen any more has ended, or is about to."""
-        for pidfd in self._pidfd(node):
-            try:
-                if self._pid_of(node) != os.getpid() and ready([pidfd], ENDING):
-                    raise self._lost(node)
-            finally:
-                os.close(pidfd)
+        members = [member for member, home in zip(self._ctx.topology, self._homes, strict=True) if home == node]
+        if self._pid_of(node) != os.getpid() and first_ended({self._pid_of(node): tuple(members)}):
+            raise self._lost(node)
 
     def _failed(self, node: int, why: str) -> DtorchError:
         kind = PeerLostError if why.startswith(f"{PeerLostError.__name__}: ") else DtorchError

@@ -153,7 +153,7 @@ class Parts:
             # What is next is laid out while the words travel.
             computing = staged.compute(number) if number else ()
             staging = staged.stage(number + 1) if number + 1 < plan.steps else ()
-            if not node.look_for(partial(_have_said, call, number)):
+            if not node.look_for(partial(_all_have_come, call, number)):
                 yield number
 
             if number == 0:
@@ -208,8 +208,8 @@ def _rounds_by_place(rule: Rule | None) -> bool:
     return rule is not None and rule.op == "product" and rule.dtype.is_complex
 
 
-def _have_said(call: Call, number: int) -> bool:
-    return all(call.said.get(node, -1) >= number for node in call.awaited)
+def _all_have_come(call: Call, number: int) -> bool:
+    return not call.halted(number)
 
 
 def _not_mapped(place: Place) -> Tensor:

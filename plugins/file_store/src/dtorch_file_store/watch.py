@@ -6,6 +6,7 @@ sleeps, if the wait before was a short one; between looks it offers its core to 
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -126,22 +127,18 @@ class Watch:
             return self._epoll.poll(None)
 
         poll, start = self._epoll.poll, time.monotonic()
-        if self._looks:
-            until = start + min(seconds, self.looking)
-            while time.monotonic() < until:
-                events = poll(0)
-                if events:
-                    return events
-
-                os.sched_yield()
+        for _ in self.moment(seconds):
+            events = poll(0)
+            if events:
+                return events
 
         events = poll(seconds)
         self._looks = time.monotonic() - start < SHORT
         return events
 
-    def moment(self) -> Iterator[None]:
+    def moment(self, seconds: float = math.inf) -> Iterator[None]:
         """Again and again, for as long as it is worth to look; in between the core is offered to others."""
-        until = time.monotonic() + self.looking
+        until = time.monotonic() + min(seconds, self.looking)
         while self._looks and time.monotonic() < until:
             yield
             os.sched_yield()

@@ -175,14 +175,20 @@ class NcclCompanion(Endings):
             return self._store, peer
 
         # Across hosts: to oneself only. NCCL's send to oneself would wait for a receive that comes later.
-        with self._lock:
-            if self._own_store is None:
-                self._own_store = open_store(
-                    f"{self._ctx.name}/self/{uuid.uuid4().hex}", rank=0, world_size=1, device=self._ctx.device
-                )
-                self._stores.append(self._own_store)
+        if self._own_store is None:
+            made = open_store(
+                f"{self._ctx.name}/self/{uuid.uuid4().hex}", rank=0, world_size=1, device=self._ctx.device
+            )
+            with self._lock:
+                first = self._own_store is None and not self._closed
+                if first:
+                    self._own_store = made
+                    self._stores.append(made)
 
-            return self._own_store, 0
+            if not first:  # another thread was quicker, or close()
+                made.close()
+
+        return self._own_store or made, 0
 
     # torch.distributed
 

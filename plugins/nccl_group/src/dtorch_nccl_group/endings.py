@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -29,7 +30,7 @@ Failure = Callable[[str], DtorchError]
 """Makes the error of a call that can't end well: a fresh one for each."""
 
 
-class Endings:
+class Endings(ABC):
     """The part of a companion that hears of the others. No lock is held while anything else is called."""
 
     def __init__(
@@ -77,9 +78,9 @@ class Endings:
         if self._letters is not None:
             self._letters.open()
 
+    @abstractmethod
     def explain(self, call: str, error: Exception) -> Exception:
         """The error to raise where ``call`` raised ``error``."""
-        raise NotImplementedError
 
     def abort(self, reason: str = "", *, died: bool = False) -> None:
         text = reason or f"rank {self._ctx.rank} aborted the group {self._ctx.name!r}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, streams
+from dtorch_core._futures import future_of
 from dtorch_core._shapes import Shape, describe
 from dtorch_core.mail import Receipt
 
@@ -49,19 +50,13 @@ class MessageWork:
         return self._receipt.cancel()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Done when the message is here."""
-        devices = [self._device] if self._device.type == "cuda" else None
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+        """Done when the message is here, or its time is over."""
 
-        def follow() -> None:
-            try:
-                self.wait(timedelta(0))
-                future.set_result(self.result())
-            except Exception as error:
-                future.set_exception(error)
+        def received() -> list[Tensor | None]:
+            self.wait()
+            return self.result()
 
-        self._receipt.add_done_callback(follow)
-        return future
+        return future_of(received, "a message's wait", [self._device] if self._device.type == "cuda" else ())
 
     def _source_rank(self) -> int:
         return self._source
