@@ -12,10 +12,14 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+
+from dtorch_core._futures import begun
 
 REACH = 0.5
 """Seconds in which a server takes a connection, if there is one."""
@@ -33,7 +37,7 @@ class Lines:
         """
         self._first = first
         self._free = [first]  # without a lock: append and pop are atomic
-        self._lost: str | None = None
+        self._lost: Future[str] = Future()
         """The server is gone, and how that was said."""
         _all.add(self)
 
@@ -43,17 +47,12 @@ class Lines:
         try:
             line = self._free.pop()
         except IndexError:
-            if self._lost is not None:  # c10d would try for minutes to make another one
-                raise dist.DistNetworkError(self._lost) from None
-
             line = self.own()
 
         try:
             yield line
-        except dist.DistNetworkError as error:
-            if self.gone():  # else it has refused this call alone: one with too long a key, for example
-                self._lost = str(error)
-
+        except dist.DistNetworkError:
+            self.gone()  # or it has refused this call alone: one with too long a key, for example
             raise
 
         self._free.append(line)
@@ -63,8 +62,26 @@ class Lines:
         self._free.append(line)
 
     def own(self) -> dist.Store:
-        """A connection that stays the caller's."""
-        return own_line(self._first)
+        """A connection that stays the caller's.
+
+        :raises dist.DistNetworkError: if the server is gone; also if :meth:`gone` finds that out meanwhile.
+        """
+        server = self._server()
+        if not isinstance(server, dist.TCPStore):
+            return own_line(self._first)
+
+        if self._lost.done():
+            raise dist.DistNetworkError(self._lost.result())
+
+        # c10d tries to reach a server that is gone for longer than its own timeout, and can't be interrupted.
+        made = begun(lambda: own_line(self._first), "connects once more")
+        limit: timedelta = server.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
+        either: list[Future[Any]] = [made, self._lost]
+        first, _ = wait(either, limit.total_seconds(), FIRST_COMPLETED)
+        if made in first:
+            return made.result()
+
+        raise dist.DistNetworkError(self._lost.result() if first else f"it takes no connection within {limit}")
 
     def answer(self) -> bool:
         """Whether the server at the other end is still the one that was there first."""
@@ -82,20 +99,22 @@ class Lines:
 
     def gone(self) -> bool:
         """Whether nobody takes connections any more."""
-        if self._lost is not None:
-            return True
+        server = self._server()
+        if isinstance(server, dist.TCPStore) and not self._lost.done():
+            try:
+                socket.create_connection((server.host, server.port), REACH).close()
+            except OSError as error:
+                with suppress(InvalidStateError):  # another thread has found it out
+                    self._lost.set_result(f"{server.host}:{server.port}: {error}")
 
+        return self._lost.done()
+
+    def _server(self) -> dist.Store:
         server = self._first
         while isinstance(server, dist.PrefixStore):
             server = server.underlying_store
 
-        if isinstance(server, dist.TCPStore):
-            try:
-                socket.create_connection((server.host, server.port), REACH).close()
-            except OSError:
-                return True
-
-        return False
+        return server
 
 
 class Board:

@@ -1,14 +1,29 @@
-"""Futures of what has to be waited for."""
+"""Futures of what has to be waited for, in a thread of its own."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+
+def begun(call: Callable[[], T], name: str) -> Future[T]:
+    """What ``call`` returns or raises; for a call that nothing can interrupt."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 def future_of(

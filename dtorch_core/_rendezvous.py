@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from dtorch_core import _scope
 from dtorch_core._board import Board, Lines, board_at, board_in, own_line
+from dtorch_core._futures import begun
 from dtorch_core._text import seconds
 from dtorch_core.errors import DtorchError, PeerLostError, StoreTimeoutError
 
@@ -165,16 +165,7 @@ def _in_time(place: str, deadline: float, call: Callable[[], T]) -> T:
 
     c10d waits for a server's first word without its timeout, and can't be interrupted there.
     """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name=f"connecting to {place}", daemon=True).start()
-    return outcome.result(max(deadline - time.monotonic(), SHORTEST))
+    return begun(call, f"connecting to {place}").result(max(deadline - time.monotonic(), SHORTEST))
 
 
 def _nobody(place: str, limit: timedelta, error: Exception) -> StoreTimeoutError:

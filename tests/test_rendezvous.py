@@ -33,7 +33,9 @@ from dtorch_core import (
     spawn,
 )
 from dtorch_core import _rendezvous as rendezvous
+from dtorch_core._board import Lines
 from dtorch_core._registry import registry
+from dtorch_core.testing import Background
 
 LONG = 60.0
 """A timeout that no test reaches: what ends before was woken."""
@@ -341,9 +343,14 @@ class Proxy:
         self.count = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
+        self.holds = None
         self._lines = []
         self._threads = []
         self._run(self._accept)
+
+    def hold(self):
+        """From now on a connection is taken, and nothing is passed on. Then ``holds`` is set."""
+        self.holds = threading.Event()
 
     def _run(self, *call):
         self._threads.append(threading.Thread(target=call[0], args=call[1:], daemon=True))
@@ -357,6 +364,11 @@ class Proxy:
                 return
 
             self.count += 1
+            if self.holds is not None:
+                self._lines.append(line)
+                self.holds.set()
+                continue
+
             onward = socket.create_connection(("127.0.0.1", self.server.port))
             self._lines += [line, onward]
             self._run(self._pass, line, onward)
@@ -396,6 +408,27 @@ class TestConnections:
                 store.close()
 
             assert proxy.count <= 1 + 2
+
+    def test_one_that_is_being_made_ends_with_the_server(self):
+        """c10d would go on trying."""
+        proxy, own = Proxy(), timedelta(seconds=2)
+        lines = Lines(dist.TCPStore("127.0.0.1", proxy.port, None, False, own, wait_for_workers=False))
+        assert not lines.gone()
+        proxy.hold()
+        started = time.monotonic()
+        made = Background(lines.own, "connects")
+        assert proxy.holds.wait(PROMPT)
+        proxy.close()
+        assert lines.gone()
+        for call in (lambda: made.result(PROMPT), lines.own):
+            with pytest.raises(dist.DistNetworkError, match="refused"):
+                call()
+
+        assert time.monotonic() - started < own.total_seconds()
+        for thread in threading.enumerate():
+            if thread.name == "connects once more":
+                thread.join(PROMPT)
+                assert not thread.is_alive()
 
     def test_openings_share_those_to_a_server_while_one_is_open(self, fake, proxy, monkeypatch):
         monkeypatch.setattr(rendezvous, "_serve", lambda *_: None)
