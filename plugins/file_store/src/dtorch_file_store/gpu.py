@@ -101,7 +101,7 @@ class Gpu:
                     self._here = Here(calls, devices, own, Exports(calls, devices), Imports(calls, devices))
 
             self.node.look_longer(LOOKING)
-            self.node.after()  # not under the mutex: it may do somebody's job
+            self.node.send()
 
         assert self._here is not None
         return self._here

@@ -109,7 +109,7 @@ class GpuParts:
             with node.mutex:
                 node.tell_all(frame("worked", call.key, mark))
 
-            node.after()
+            node.send()
 
     def order_after(self, call: Call, rank: int, queue: torch.cuda.Stream) -> None:
         """Make a rank's stream wait for the work."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -104,7 +105,7 @@ class Joint:
 
         node.after()
         if runs:
-            self._go_on(call)
+            node.do(partial(self._go_on, call))
 
         return FileTicket(self, call, rank, -1 if queue is None else offer.tensors[0].get_device())
 
@@ -286,7 +287,7 @@ class Joint:
             return (waiter,)
 
         call.running = True
-        self._node.jobs.append(lambda: self._go_on(call))
+        self._node.jobs.append(partial(self._go_on, call))
         return ()
 
     def _go_on(self, call: Call) -> None:
@@ -329,7 +330,7 @@ class Joint:
         with self._node.mutex:
             self._node.tell_all(frame("broken", call.key, kind, text))
 
-        self._node.after()
+        self._node.send()
 
     def _end(self, call: Call, error: BaseException | None) -> list[Waiter]:
         """Under the mutex."""

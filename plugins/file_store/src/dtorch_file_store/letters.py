@@ -103,7 +103,7 @@ class Letters:
         with self.node.mutex:
             self.node.tell(self.node.homes[letter.src], frame("got letter", letter.number, mark))
 
-        self.node.after()
+        self.node.send()  # no more than that: the receipt is held
 
     def lent(self) -> list[Value]:
         """What lies here until its receiver has copied it out. Under the mutex."""

@@ -15,6 +15,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from dtorch_core.presence import Presence
@@ -36,6 +37,13 @@ LINGER = 1.0
 
 Handler = Callable[[int, Message], Iterable[Waiter]]
 """Takes a peer's number and a message, under the mutex; returns the waiters that it has settled."""
+
+
+class _Here(threading.local):
+    """What this thread is at."""
+
+    busy = False
+    """A job."""
 
 
 class Node:
@@ -70,8 +78,9 @@ class Node:
         self._watch = Watch()
         self.gone: set[int] = set()
         """Nodes that have nothing more to say."""
-        self.jobs: list[Callable[[], None]] = []
-        """Work that nobody waits for: the thread that reads does it, outside the mutex, with the next :meth:`after`."""
+        self.jobs: deque[Callable[[], None]] = deque()
+        """Work that nobody waits for: whoever comes to the next :meth:`after` does it. It waits for no other rank."""
+        self._here = _Here()
         self._killed: set[int] = set()
         """Those whose process ended without a goodbye."""
         self.trash: list[object] = []
@@ -147,8 +156,8 @@ class Node:
         for node in self.links:
             self.tell(node, frame, fd=fd, lazily=lazily)
 
-    def after(self, woken: Iterable[Waiter] = ()) -> None:
-        """Send what is queued, and wake settled waiters. Outside the mutex, once it is released."""
+    def send(self) -> None:
+        """Send what is queued, and do nothing else: whoever holds a lock, or is at a piece of work, may call it."""
         while self._dirty:
             try:
                 link = self._dirty.pop()
@@ -158,22 +167,53 @@ class Node:
             if not link.flush():
                 self._watch.await_room(link)
 
+    def after(self, woken: Iterable[Waiter] = ()) -> None:
+        """Send what is queued, wake settled waiters, and do what jobs there are. Outside all locks."""
+        self.send()
         self.trash.clear()  # before those wake who can see it
         for waiter in woken:
-            self._wake(waiter)
+            if isinstance(waiter, Notice):
+                self.jobs.append(waiter.call)  # after the threads: a callback may take its time
+            else:
+                self._wake(waiter)
 
-        while self.jobs:
-            try:
-                job = self.jobs.pop(0)
-            except IndexError:
-                break
+        if self.jobs and not self._here.busy:
+            self._work_off()
 
+    def do(self, job: Callable[[], None]) -> None:
+        """Do a job now; if this thread is at one, after that. One inside the other would be as deep as there are calls.
+        """
+        if self._here.busy:
+            self.jobs.append(job)
+        else:
             job()
+
+    def _work_off(self) -> None:
+        here = self._here
+        here.busy = True
+        try:
+            while self.jobs:
+                try:
+                    job = self.jobs.popleft()
+                except IndexError:  # another thread took it
+                    break
+
+                job()
+        finally:
+            here.busy = False
 
     # Waiting
 
     def wait(self, waiter: Waiter, deadline: float) -> bool:
         """Block until the waiter is settled; false at the deadline, which may be over already: then this only looks."""
+        if self._here.busy:  # somebody's callback waits: for what other jobs do, maybe
+            self._here.busy = False
+            try:
+                self.after()
+                return self.wait(waiter, deadline)
+            finally:
+                self._here.busy = True
+
         while not (waiter.done or waiter.error is not None):
             left = deadline - time.monotonic()
             with self.mutex:
@@ -212,10 +252,6 @@ class Node:
                 waiter.consume()
 
     def _wake(self, waiter: Waiter) -> None:
-        if isinstance(waiter, Notice):
-            waiter.call()
-            return
-
         if self._driver is waiter and self._reader == threading.get_ident():
             return  # this very thread
 

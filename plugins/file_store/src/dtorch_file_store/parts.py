@@ -149,7 +149,7 @@ class Parts:
             with node.mutex:
                 node.tell_all(frame("staged", call.key, number, *(place if number == 0 else ())))
 
-            node.after()
+            node.send()
             # What is next is laid out while the words travel.
             computing = staged.compute(number) if number else ()
             staging = staged.stage(number + 1) if number + 1 < plan.steps else ()

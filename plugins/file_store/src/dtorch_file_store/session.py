@@ -195,7 +195,7 @@ class Session:
         with self.node.mutex:
             self.node.tell_all(frame("segment", segment.number, segment.size), fd=segment.fd)
 
-        self.node.after()
+        self.node.send()  # no more than that: the arena is held, and a job may need it
 
     def _arrived(self, home: int, described: Any, body: bytes) -> Value:  # noqa: ANN401
         kind, *fields = described

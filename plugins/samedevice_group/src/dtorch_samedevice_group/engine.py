@@ -57,11 +57,11 @@ class Engine:
 
     @contextmanager
     def _second_part(self, key: str) -> Iterator[None]:
-        self._second.key = key
+        before, self._second.key = self._second.key, key  # a call that begins meanwhile may begin another one
         try:
             yield
         finally:
-            self._second.key = None
+            self._second.key = before
 
 
 class _Second(threading.local):

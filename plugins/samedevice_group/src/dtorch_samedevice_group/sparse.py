@@ -73,6 +73,9 @@ class SparseWork(Waited):
         self._group, self._tensor, self._op = group, tensor, op
         self._own = tensor.detach().coalesce()
         self._lock = threading.Lock()
+        self._begins = False
+        self._begun = threading.Event()
+        """The second round has begun, or can't."""
         self._second: Waited | None = None
         self._parts: Parts | None = None
         self._error: Exception | None = None
@@ -87,20 +90,25 @@ class SparseWork(Waited):
             return False
 
         self._go_on()
-        return self._second is None or self._second.is_completed()
+        return self._begun.is_set() and (self._second is None or self._second.is_completed())
 
     def _go_on(self) -> None:
+        """Begin the second round, unless it was. No lock is held meanwhile: posting may do other calls' work."""
         with self._lock:
-            if self._second is not None or self._error is not None:
+            if self._begins:
                 return
 
-            try:
-                self._first.wait(0)
-                self._parts = self._room(self._first.notes())
-                with self._place:
-                    self._second = self._group.gather_parts(self._parts)
-            except Exception as error:
-                self._error = error
+            self._begins = True
+
+        try:
+            self._first.wait(0)
+            self._parts = self._room(self._first.notes())
+            with self._place:
+                self._second = self._group.gather_parts(self._parts)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._begun.set()
 
     def _room(self, notes: Sequence[str]) -> Parts:
         told = [json.loads(note.split("\n", 2)[2]) for note in notes]
@@ -120,6 +128,7 @@ class SparseWork(Waited):
         deadline = time.monotonic() + timeout
         self._first.wait(timeout)
         self._go_on()
+        self._begun.wait()  # another thread is at it, which waits for nobody
         if self._error is not None:
             raise copy_of(self._error)
 

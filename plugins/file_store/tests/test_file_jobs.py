@@ -1,0 +1,78 @@
+"""Work that nobody waits for is done by whatever thread comes by: never under a lock, never one inside the other."""
+
+import threading
+
+import pytest
+import torch
+
+from dtorch_core import use_backend
+from dtorch_core.testing import Background, run_ranks
+
+LIMIT = 20.0
+
+
+@pytest.fixture(autouse=True)
+def node_each(monkeypatch):
+    """Each rank is a node of its own: whatever it says goes over a socket, though its peer is a thread beside it."""
+    monkeypatch.setattr("dtorch_file_store.opening.homes_of", lambda topology: list(range(len(topology))))
+
+
+def test_job_may_need_the_memory_that_is_growing():
+    """A new segment is announced while the arena is held; a job that waits for its turn may need a block, too."""
+
+    def body(ctx):
+        with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
+            node, made = store._session.node, []
+            for turn in range(3):
+                node.jobs.append(lambda turn=turn: made.append(store.empty((9_000_000 << turn,), dtype=torch.uint8)))
+                made.append(store.empty((30_000_000 << turn,), dtype=torch.uint8))
+
+            node.after()
+            store.barrier()
+            return sorted(tensor.numel() for tensor in made)
+
+    wanted = sorted(size << turn for turn in range(3) for size in (9_000_000, 30_000_000))
+    assert run_ranks(body, 2, 2 * LIMIT) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("size", [3, 300_000], ids=["in words", "through buffers"])
+def test_depth_does_not_grow_with_the_calls_in_flight(size):
+    """Each is done in two parts, and ends the other's wait: a rank that is late finds them all begun."""
+    count, begun = 400 if size < 10 else 60, threading.Event()
+
+    def body(ctx):
+        with use_backend(store="file"), ctx.open_group("own", timeout=LIMIT) as group:
+            mine = torch.arange(size + group.rank) + 1000 * group.rank
+            if group.rank:
+                assert begun.wait(LIMIT)
+
+            works = [group.all_gather_list(mine + number, async_op=True) for number in range(count)]
+            begun.set()
+            for number, work in enumerate(works):
+                for rank, taken in enumerate(work.result()):
+                    assert torch.equal(taken, torch.arange(size + rank) + 1000 * rank + number), (number, rank)
+
+    run_ranks(body, 2, 2 * LIMIT)
+
+
+def test_job_that_waits_lets_others_be_done():
+    """A callback of a receipt is a user's: it may wait for what only another job can bring."""
+
+    def body(ctx):
+        with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
+            node = store._session.node
+            waited, came = [], threading.Event()
+
+            def waits():
+                node.jobs.append(came.set)
+                waited.append(store.expect(1 - store.rank, 2).wait(LIMIT)[0].item())
+
+            store.expect(1 - store.rank, 1).add_done_callback(waits)
+            store.barrier()
+            store.send(torch.tensor(5), 1 - store.rank, 1)
+            store.send(torch.tensor(6 + store.rank), 1 - store.rank, 2)
+            assert came.wait(LIMIT)
+            store.barrier()
+            return waited
+
+    assert Background(lambda: run_ranks(body, 2, 2 * LIMIT), "ranks").result(3 * LIMIT) == [[7], [6]]
