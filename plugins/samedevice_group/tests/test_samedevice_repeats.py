@@ -78,6 +78,30 @@ class TestTheSameCallAgain:
 
         on_ranks(body)
 
+    @pytest.mark.parametrize("size", [SIZE, 1_500_000], ids=["small", "large"])
+    def test_each_collective_of_one_tensor_three_times_with_others(self, size):
+        def body(group):
+            rank, ranks = group.rank(), range(group.size())
+            for turn in range(3):
+                whole = torch.empty(len(ranks) * size)
+                group._allgather_base(whole, part(rank, turn, size), c10d.AllgatherOptions()).wait()
+                assert torch.equal(whole, torch.cat([part(r, turn, size) for r in ranks]))
+
+                whole[rank * size : (rank + 1) * size] = part(rank, turn, size) + 1  # in place
+                mine = whole[rank * size : (rank + 1) * size]
+                group._allgather_base(whole, mine, c10d.AllgatherOptions()).wait()
+                assert torch.equal(whole, torch.cat([part(r, turn, size) + 1 for r in ranks]))
+
+                out = torch.empty(size)
+                given = torch.cat([part(rank, turn, size) + 7 * to for to in ranks])
+                group._reduce_scatter_base(out, given, c10d.ReduceScatterOptions()).wait()
+                assert torch.equal(out, sum(part(r, turn, size) + 7 * rank for r in ranks))
+
+                group.alltoall_base(whole, given, [], [], c10d.AllToAllOptions()).wait()
+                assert torch.equal(whole, torch.cat([part(r, turn, size) + 7 * rank for r in ranks]))
+
+        on_ranks(body)
+
     def test_results_are_in_the_tensors_of_the_call(self):
         def body(group):
             for turn in range(2):
@@ -160,6 +184,38 @@ class TestACallThatDiffers:
                 x = part(rank, size=step * SIZE)[::step]
                 group.allreduce([x], c10d.AllreduceOptions()).wait()
                 assert torch.equal(x, sum(part(r, size=step * SIZE)[::step] for r in ranks))
+
+        on_ranks(body)
+
+    def test_ways_to_cut_a_tensor(self):
+        def body(group):
+            rank, ranks = group.rank(), range(group.size())
+            wanted = torch.stack([part(r) for r in ranks])
+            for turn in range(2):
+                for whole in (
+                    torch.zeros(2 * SIZE),
+                    torch.zeros(2, SIZE),
+                    torch.zeros(SIZE, 2).t(),
+                    torch.zeros(2, 2 * SIZE)[:, ::2],
+                    torch.zeros(2 * SIZE, 2)[:, turn],
+                    torch.zeros(2, 2, SIZE // 2),
+                ):
+                    group._allgather_base(whole, part(rank), c10d.AllgatherOptions()).wait()
+                    assert torch.equal(whole.reshape(2, SIZE), wanted), whole.stride()
+
+                with pytest.raises(ValueError, match="contiguous"):
+                    group._allgather_base(torch.zeros(2, 2, SIZE)[..., ::2], part(rank), c10d.AllgatherOptions())
+
+        on_ranks(body)
+
+    def test_split_sizes(self):
+        def body(group):
+            rank = group.rank()
+            for turn, first in ((0, 2), (1, 5), (2, 2), (3, 0), (4, 5)):
+                sizes, given = [first, SIZE - first], part(rank, turn)
+                out = torch.empty(2 * sizes[rank])
+                group.alltoall_base(out, given, [sizes[rank]] * 2, sizes, c10d.AllToAllOptions()).wait()
+                assert torch.equal(out, torch.cat([part(r, turn).split(sizes)[rank] for r in (0, 1)]))
 
         on_ranks(body)
 

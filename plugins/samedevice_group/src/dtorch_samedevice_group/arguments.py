@@ -5,7 +5,7 @@ What is wrong is raised before anything is posted, so that it can be told to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 from dtorch_core import UnsupportedTensorError
 from dtorch_core._shapes import describe, describe_all
 from dtorch_core.checks import check_tensor
+
+Cut = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Makes the tensors that a collective is about of those that its call was given. They are views."""
 
 
 def listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
@@ -68,6 +71,22 @@ def parts(what: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]
         raise ValueError(f"the {what} is {describe(whole)}; to be cut into {describe(part)} it must be contiguous")
 
     return list(whole.view(size, *shape).unbind(0))
+
+
+def output_in_parts(size: int) -> Cut:
+    """Of an output and an input: the output for each rank, and the input."""
+    return lambda given: [*parts("output", given[0], given[1], size), given[1]]
+
+
+def input_in_parts(size: int) -> Cut:
+    """Of an output and an input: the output, and the input for each rank."""
+    return lambda given: [given[0], *parts("input", given[1], given[0], size)]
+
+
+def both_in_pieces(output_sizes: Sequence[int], input_sizes: Sequence[int], size: int) -> Cut:
+    """Of an output and an input: the output from each rank, and the input for each rank."""
+    out, into = tuple(output_sizes), tuple(input_sizes)
+    return lambda given: [*pieces("output", given[0], out, size), *pieces("input", given[1], into, size)]
 
 
 def pieces(what: str, whole: Tensor, sizes: Sequence[int], size: int) -> Sequence[Tensor]:

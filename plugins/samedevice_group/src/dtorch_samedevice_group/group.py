@@ -29,15 +29,18 @@ from dtorch_core.joint import Ticket
 from dtorch_core.reduction import rule
 from dtorch_samedevice_group import collectives, repeats
 from dtorch_samedevice_group.arguments import (
+    Cut,
+    both_in_pieces,
     check_fits,
     check_together,
+    input_in_parts,
     listed,
     one_dtype,
     one_each,
     only,
     only_list,
+    output_in_parts,
     parts,
-    pieces,
 )
 from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine
@@ -64,6 +67,8 @@ class Plan(NamedTuple):
     timeout: float | None
     data: str = ""
     """What the ranks tell each other besides; it may differ."""
+    cut: Cut | None = None
+    """How the tensors follow from those of the call, where they are not the same."""
 
     @property
     def note(self) -> str:
@@ -86,8 +91,11 @@ def _collective(
     def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> Waited:
         reading = None if named else repeats.read(name, args)
         if reading is not None and (known := self._repeats.get(reading[0])) is not None:
-            note, outputs, work = known
+            note, outputs, work, cut = known
             _, tensors, timeout = reading
+            if cut is not None:
+                tensors = cut(tensors)
+
             seconds = self._timeout if timeout is None else seconds_of(timeout, self._timeout)
             posted = GroupWork(self._engine.post(note, tensors, work), tensors[:outputs], seconds)
             if self._coalesced is not None:
@@ -209,7 +217,9 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
 
     @_collective
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, *opts: Any, **named: Any) -> Plan:
-        return self._reduce_scatter(output, parts("input", tensor, output, self._size), Options.read(opts, named))
+        cut = input_in_parts(self._size)
+        output, *inputs = cut((output, tensor))
+        return self._reduce_scatter(output, inputs, Options.read(opts, named))._replace(cut=cut)
 
     @_collective
     def reduce_scatter_single_coalesced(
@@ -248,7 +258,9 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
 
     @_collective
     def all_gather_single(self, output: Tensor, tensor: Tensor, *opts: Any, **named: Any) -> Plan:
-        return self._all_gather(parts("output", output, tensor, self._size), tensor, Options.read(opts, named))
+        cut = output_in_parts(self._size)
+        *outputs, tensor = cut((output, tensor))
+        return self._all_gather(outputs, tensor, Options.read(opts, named))._replace(cut=cut)
 
     @_collective
     def all_gather_single_coalesced(
@@ -296,9 +308,10 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         *opts: Any,
         **named: Any,
     ) -> Plan:
-        outputs = pieces("output", output, output_split_sizes, self._size)
-        inputs = pieces("input", tensor, input_split_sizes, self._size)
-        return self._all_to_all(outputs, inputs, Options.read(opts, named))
+        cut = both_in_pieces(output_split_sizes, input_split_sizes, self._size)
+        tensors = cut((output, tensor))
+        outputs, inputs = tensors[: self._size], tensors[self._size :]
+        return self._all_to_all(outputs, inputs, Options.read(opts, named))._replace(cut=cut)
 
     @_collective
     def barrier(self, *opts: Any, **named: Any) -> Plan:

@@ -18,10 +18,12 @@ from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.options import PREMUL_SUM, names_of, number_of
 
 if TYPE_CHECKING:
+    from dtorch_samedevice_group.arguments import Cut
     from dtorch_samedevice_group.group import Plan
 
 Form = tuple[object, ...]
-"""What a plan depends on: the method, each tensor's GPU, dtype and shape, and the options but for the timeout."""
+"""What a plan depends on: the method, each tensor's GPU, dtype and shape, the strides of one that may be cut, and the
+options but for the timeout."""
 
 Reading = tuple[Form, list[Tensor], timedelta | None]
 """A call's form, its tensors in the order in which they were given, and its timeout."""
@@ -38,21 +40,25 @@ class Known(NamedTuple):
     outputs: int
     """How many of the tensors are outputs: the first ones."""
     work: Collective
+    cut: Cut | None
+    """From the call's tensors, those of the plan; None if they are the same."""
 
 
 class Repeats(dict[Form, Known]):
     """The calls of one group."""
 
     def learn(self, reading: Reading, plan: Plan) -> None:
-        """Keep a plan that has passed all checks, if its tensors are those of the call, not parts of them."""
+        """Keep a plan that has passed all checks, if its tensors are those of the call, or can be cut from them."""
         form, tensors, _ = reading
-        if not _same(tensors, plan.tensors) or not _same(tensors[: len(plan.written)], plan.written):
+        if plan.cut is None and not (
+            _same(tensors, plan.tensors) and _same(tensors[: len(plan.written)], plan.written)
+        ):
             return
 
         if len(self) >= _MOST:
             self.clear()
 
-        self[form] = Known(plan.note, len(plan.written), plan.work)
+        self[form] = Known(plan.note, len(plan.written), plan.work, plan.cut)
 
 
 def read(method: str, args: Sequence[object]) -> Reading | None:
@@ -61,6 +67,13 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
     tensors: list[Tensor] = []
     timeout = None
     for arg in args:
+        if type(arg) is Tensor:
+            form.append(arg.stride())  # how it can be cut depends on that
+            arg = [arg]
+        elif type(arg) is list and arg and type(arg[0]) is int:
+            form.append(tuple(arg))
+            continue
+
         if type(arg) is list:
             if len(arg) == 1 and type(arg[0]) is list:
                 arg = arg[0]
