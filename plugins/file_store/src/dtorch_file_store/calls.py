@@ -31,6 +31,7 @@ class Call:
     __slots__ = (
         "awaited",
         "awaits",
+        "broken",
         "came",
         "done",
         "dropped",
@@ -89,6 +90,8 @@ class Call:
         """Nodes that have ended their part, and read nothing any more."""
         self.running = False
         """A thread is at it."""
+        self.broken: BaseException | None = None
+        """Why another node can't do its part: this one does its own as far as it can without."""
         self.finished = False
         self.error: BaseException | None = None
 

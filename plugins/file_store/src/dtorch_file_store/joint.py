@@ -235,14 +235,20 @@ class Joint:
             if call.running or not call.halted(call.awaits):
                 return None
 
+            if rank in self._presence.closed:
+                return self._closed(call, rank)
+
             gone = [rank for rank, home in enumerate(self._node.homes) if home in call.halted(call.awaits)]
             return self._presence.over(rank, call.what(rank)) or self._presence.lacks(rank, gone, call.what(rank))
 
         if rank in self._presence.closed:
-            reason = f"{self._presence.me(rank)}, {call.what(rank)}: it was closed"
-            return lambda: AbortedError(reason)
+            return self._closed(call, rank)
 
         return self._presence.lacks(rank, call.missing(), call.what(rank))
+
+    def _closed(self, call: Call, rank: int) -> Failure:
+        reason = f"{self._presence.me(rank)}, {call.what(rank)}: it was closed"
+        return lambda: AbortedError(reason)
 
     def _hopeless(self, call: Call, rank: int) -> Failure | None:
         """Why ``rank`` need not begin to wait for it."""
@@ -309,6 +315,9 @@ class Joint:
                 if awaits is None:
                     ended = True
                     woken = self._end(call, error)
+                elif call.broken is not None and call.halted(awaits):
+                    ended = True
+                    woken = self._end(call, call.broken)
                 else:
                     call.awaits = awaits
                     call.running = not call.halted(call.awaits)
@@ -388,11 +397,11 @@ class Joint:
     def _on_broken(self, peer: int, message: Message) -> Iterable[Waiter]:
         key, kind, text = message.fields
         call = self._calls.get(key)
-        if call is None or call.running:
+        if call is None:
             return ()
 
-        known = getattr(errors, kind, DtorchError)
-        return self._end(call, known(text))
+        call.broken = getattr(errors, kind, DtorchError)(text)
+        return () if call.running else self._end(call, call.broken)  # who is at it gets as far as it can
 
     def _on_retired(self, peer: int, message: Message) -> Iterable[Waiter]:
         (reason,) = message.fields

@@ -177,9 +177,13 @@ class Session:
         """A peer's segment; mapped when it is first needed.
 
         :raises DtorchError: if the system has no room for that.
+        :raises AbortedError: if this is closed.
         """
         with self._mapping:
-            found = self._segments[node, number]
+            found = self._segments.get((node, number))
+            if found is None:
+                raise AbortedError(f"{self.presence.label}: it is closed; open it anew")
+
             if not isinstance(found, Mapping):
                 fd, size = found
                 if fd == LOST:
