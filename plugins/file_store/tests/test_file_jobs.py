@@ -1,4 +1,6 @@
-"""Work that nobody waits for is done by whatever thread comes by: never under a lock, never one inside the other."""
+"""Work that nobody waits for is done by whatever thread comes by: never under a lock, never one inside the other, and
+never by a thread that keeps the others from reading.
+"""
 
 import threading
 
@@ -76,3 +78,59 @@ def test_job_that_waits_lets_others_be_done():
             return waited
 
     assert Background(lambda: run_ranks(body, 2, 2 * LIMIT), "ranks").result(3 * LIMIT) == [[7], [6]]
+
+
+def test_job_that_waits_keeps_nobody_from_reading():
+    """What it waits for comes later: the thread that has read what the job is about must not be the only reader."""
+
+    def body(ctx):
+        with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
+            waited, began, over = [], threading.Event(), threading.Event()
+
+            def waits():
+                began.set()
+                waited.append(store.expect(1, 2).wait(LIMIT)[0].item())
+                over.set()
+
+            if store.rank == 0:
+                store.expect(1, 1).add_done_callback(waits)
+                store.send(torch.tensor(0), 1, 0)
+                assert began.wait(LIMIT)
+                store.send(torch.tensor(0), 1, 0)
+                assert over.wait(LIMIT)
+            else:
+                for tag in (1, 2):
+                    store.expect(0, 0).wait(LIMIT)
+                    store.send(torch.tensor(4 + tag), 0, tag)
+
+            store.barrier()
+            return waited
+
+    assert run_ranks(body, 2, 2 * LIMIT) == [[6], []]
+
+
+def test_job_may_wait_for_the_work_in_whose_midst_it_came():
+    """It is done behind that work's step: under it, it would wait for what its own thread was at."""
+
+    def body(ctx):
+        with use_backend(store="file"), ctx.open_group("own", timeout=LIMIT) as group:
+            session, waited = group.process_group._store._session, []
+            group.barrier()
+            node, joint, look_for = session.node, session.joint, session.node.look_for
+
+            def looks(come):
+                if not waited:
+                    waited.append("at it")
+                    (call,) = joint._calls.values()
+                    node.jobs.append(lambda: waited.append(joint.wait_for(call, group.rank, LIMIT)))
+                    node.after()
+
+                return look_for(come)
+
+            node.look_for = looks
+            assert group.all_reduce(torch.ones(3_000_000))[-1].item() == 2
+            node.look_for = look_for
+            group.barrier()
+            return waited
+
+    assert run_ranks(body, 2, 2 * LIMIT) == [["at it", None]] * 2

@@ -144,7 +144,7 @@ class Joint:
                     call.waiters.append(waiter)
 
             if runs:
-                self._go_on(call)
+                node.do(partial(self._go_on, call))
                 continue
 
             if call.finished:

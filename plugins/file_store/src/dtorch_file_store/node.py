@@ -181,12 +181,22 @@ class Node:
             self._work_off()
 
     def do(self, job: Callable[[], None]) -> None:
-        """Do a job now; if this thread is at one, after that. One inside the other would be as deep as there are calls.
+        """Do a job now; if this thread is at one, after that. One inside the other would be as deep as there are calls,
+        and could wait for what is under it.
         """
-        if self._here.busy:
+        here = self._here
+        if here.busy:
             self.jobs.append(job)
-        else:
+            return
+
+        here.busy = True
+        try:
             job()
+        finally:
+            here.busy = False
+
+        if self.jobs:
+            self._work_off()
 
     def _work_off(self) -> None:
         here = self._here
@@ -306,7 +316,12 @@ class Node:
                 self._parked.clear()
 
     def _read(self, seconds: float | None) -> None:
-        """Wait for messages once, and handle what has come. Called by the driver, which then is it no more."""
+        """Wait for messages once, and handle what has come. Called by the driver, which then is it no more.
+
+        Jobs are done after that: one may wait for what another thread has to read.
+        """
+        here = self._here
+        here.busy = True
         self._reader = threading.get_ident()
         try:
             for source, reads, room in self._watch.wait(seconds):
@@ -321,6 +336,9 @@ class Node:
                     self._take(source)
         finally:
             self._stop_reading()
+            here.busy = False
+            if self.jobs:
+                self._work_off()
 
     def look(self) -> None:
         """Handle what has arrived by now, whoever reads; waits for nothing."""
