@@ -64,6 +64,11 @@ class Link:
         """Put a message behind the others; :meth:`flush` sends it. ``fd`` goes with it, and stays the caller's."""
         self._out.append((frame, None if fd is None else os.dup(fd)))
 
+    @property
+    def pending(self) -> bool:
+        """Something waits to be sent."""
+        return bool(self._out)
+
     def flush(self, *, last: bool = False) -> bool:
         """Send what the socket takes; false if some is left because the peer does not read.
 

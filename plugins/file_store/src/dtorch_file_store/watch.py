@@ -75,10 +75,10 @@ class Watch:
                 self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
 
     def has_room(self, link: Link) -> None:
-        """All is sent."""
+        """All is sent; unless another thread has left something over meanwhile, for which room is awaited already."""
         with self._lock:
             fd = link.socket.fileno()
-            if fd in self._full and fd in self._links:
+            if fd in self._full and fd in self._links and not link.pending:
                 self._full.discard(fd)
                 self._epoll.modify(fd, select.EPOLLIN)
 
