@@ -280,6 +280,34 @@ class TestLeaving:
         gone = threading.Event()
         run_ranks(rank, 2, 2 * LIMIT)
 
+    def test_handle_collected_under_a_lock_that_a_callback_takes(self):
+        def rank(ctx):
+            store = ctx.open_store("own", backend="memory", timeout=LIMIT)
+            store.barrier()
+            if store.rank == 0:
+
+                def callback():
+                    took.append(lock.acquire(timeout=LIMIT))
+                    over.set()
+
+                store.expect(1, 0).add_done_callback(callback)
+                cycle = [store]
+                cycle.append(cycle)
+                del store, cycle
+                with lock:
+                    gc.collect()
+
+            assert over.wait(2 * LIMIT)
+
+        lock, over, took = threading.Lock(), threading.Event(), []
+        gc.disable()
+        try:
+            run_ranks(rank, 2, 4 * LIMIT)
+        finally:
+            gc.enable()
+
+        assert took == [True]
+
     def test_handle_collected_while_the_session_is_busy_does_not_deadlock(self):
         """The garbage collector runs in any thread, also in one that holds the session's mutex."""
 

@@ -41,16 +41,16 @@ class Budget:
     def take(self, nbytes: int) -> str | None:
         """Count ``nbytes`` as held; or say why they may not be."""
         limit = limit_of_arenas()
-        with self._mutex:
-            if limit is not None and self._held + nbytes > limit:
-                return f"this process holds {size_text(self._held)} of the {size_text(limit)} that {VARIABLE} allows"
+        with self._mutex:  # and nothing in there that could call the garbage collector: see give()
+            held = self._held
+            if limit is None or held + nbytes <= limit:
+                self._held = held + nbytes
+                return None
 
-            self._held += nbytes
-
-        return None
+        return f"this process holds {size_text(held)} of the {size_text(limit)} that {VARIABLE} allows"
 
     def give(self, nbytes: int) -> None:
-        """They are held no longer."""
+        """They are held no longer. Called by the garbage collector, too."""
         with self._mutex:
             self._held -= nbytes
 

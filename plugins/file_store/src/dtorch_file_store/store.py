@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import weakref
@@ -19,6 +20,9 @@ from dtorch_file_store import gpu_values, opening
 from dtorch_file_store.hosted import post_through_host
 from dtorch_file_store.session import Session
 from dtorch_file_store.values import Value, message_value, own_value
+
+_LAST = 5.0
+"""Seconds that the end of the process gives to goodbyes that are being said."""
 
 
 class FileTensorStore(TensorStore):
@@ -203,10 +207,34 @@ class FileTensorStore(TensorStore):
         return check_timeout(f"{self.label}, rank {self.rank}", timeout)
 
 
+_goodbyes: set[threading.Thread] = set()
+"""Of handles that were dropped."""
+
+
 def _dropped(session: Session, rank: int) -> None:
-    # The garbage collector calls this wherever a thread happens to be, also inside the mutex that close() takes.
-    if session.node.mutex.acquire(blocking=False):
-        session.node.mutex.release()
+    # The garbage collector calls this wherever a thread happens to be: under any lock of ours or of the program's. A
+    # goodbye takes locks, waits for threads, and does what jobs there are: so it is another thread's.
+    if not threading.main_thread().is_alive():  # the interpreter ends, and starts none any more
         session.close(rank)
-    else:
-        threading.Thread(target=session.close, args=(rank,), name=f"goodbye of rank {rank}", daemon=True).start()
+        return
+
+    def leave() -> None:
+        try:
+            session.close(rank)
+        finally:
+            _goodbyes.discard(thread)
+
+    thread = threading.Thread(target=leave, name=f"goodbye of rank {rank}", daemon=True)
+    _goodbyes.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # there can be no other
+        leave()
+
+
+def _await_goodbyes() -> None:
+    for thread in list(_goodbyes):
+        thread.join(_LAST)
+
+
+atexit.register(_await_goodbyes)

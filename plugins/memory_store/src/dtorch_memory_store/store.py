@@ -154,13 +154,10 @@ class MemoryTensorStore(TensorStore):
 
 
 def _dropped(session: Session, token: str, rank: int) -> None:
-    # The garbage collector calls this wherever a thread happens to be, also inside the mutex that _leave takes.
-    if session.presence.mutex.acquire(blocking=False):
-        session.presence.mutex.release()
-        _leave(session, token, rank)
-    else:
-        name = f"goodbye of rank {rank}"
-        threading.Thread(target=_leave, args=(session, token, rank), name=name, daemon=True).start()
+    # The garbage collector calls this wherever a thread happens to be: under any lock of ours or of the program's. A
+    # goodbye takes one, and calls back: so it is another thread's.
+    name = f"goodbye of rank {rank}"
+    threading.Thread(target=_leave, args=(session, token, rank), name=name, daemon=True).start()
 
 
 def _leave(session: Session, token: str, rank: int) -> None:
