@@ -263,12 +263,13 @@ class FileReceipt(Receipt):
         return self._letters.withdraw(self)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
+        notice = Notice(self.rank, callback)
         with self._letters.node.mutex:
             if self.letter is None and self._letters.why_no_message(self) is None:
-                self._waiters.append(Notice(self.rank, callback))
+                self._waiters.append(notice)
                 return
 
-        callback()
+        self._letters.node.do(notice.call)  # behind the one that this thread is at: many letters may be here
 
     def _open(self, letter: Letter, stream: torch.cuda.Stream | None) -> Tensor:
         """The tensor, which is the receiver's own; copied out once."""

@@ -165,7 +165,7 @@ class Joint:
         """Call back when it is done; at once if it is."""
         with self.presence.mutex:
             if not call.finished and self._hopeless(call, rank) is None:
-                call.notices.append(Notice(rank, callback))
+                call.notices.append(Notice(rank, callback, self.presence))
                 return
 
         callback()

@@ -177,9 +177,10 @@ class MemoryReceipt(Receipt):
         return self._letters.withdraw(self)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
+        notice = Notice(self.rank, callback, self._letters.presence)
         with self._letters.presence.mutex:
             if self.message is None and self._letters.why_no_message(self) is None:
-                self._waiters.append(Notice(self.rank, callback))
+                self._waiters.append(notice)
                 return
 
-        callback()
+        notice.wake()

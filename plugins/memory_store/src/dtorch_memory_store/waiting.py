@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 
-from dtorch_core.presence import Wait
+from dtorch_core.presence import Presence, Wait
 
 log = logging.getLogger("dtorch")
 
@@ -30,23 +31,60 @@ class Waiter(Wait):
 
     def sleep(self, timeout: float) -> None:
         """Block until woken, or for ``timeout`` seconds."""
+        if _here.queues:  # somebody's callback waits: for what other ones do, maybe
+            for queue in list(_here.queues.values()):
+                _call(queue)
+
         self._lock.acquire(True, 0 if timeout <= 0 else timeout if timeout < _LONGEST else _LONGEST)
 
 
 class Notice(Waiter):
-    """A callback in a waiter's place: to wake it is to call it."""
+    """A callback in a waiter's place: it is called instead of woken."""
 
-    __slots__ = ("_callback",)
+    __slots__ = ("_callback", "presence")
 
-    def __init__(self, rank: int, callback: Callable[[], None]) -> None:
+    def __init__(self, rank: int, callback: Callable[[], None], presence: Presence) -> None:
+        """
+        :param presence: of the opening that it is about.
+        """
         Wait.__init__(self, rank)  # without a lock
-        self._callback = callback
+        self._callback, self.presence = callback, presence
 
     def wake(self) -> None:
+        """Call; behind the one that this thread is at, if that is of the same opening. One inside the other would be as
+        deep as a chain of messages is long.
+        """
+        queue = _here.queues.get(self.presence)
+        if queue is not None:
+            queue.append(self)
+            return
+
+        _here.queues[self.presence] = queue = deque([self])
+        try:
+            _call(queue)
+        finally:
+            del _here.queues[self.presence]
+
+    def call(self) -> None:
+        """Tell that there is an outcome; outside the mutex."""
         try:
             self._callback()
         except Exception:  # of whoever asked for it: the waiters behind it have to be woken all the same
             log.exception("rank %d: a callback at the end of a wait failed", self.rank)
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.queues: dict[Presence, deque[Notice]] = {}
+        """The callbacks that this thread has yet to make, by opening, where it is at one."""
+
+
+_here = _Here()
+
+
+def _call(queue: deque[Notice]) -> None:
+    while queue:
+        queue.popleft().call()
 
 
 def wake(waiters: Iterable[Waiter]) -> None:
