@@ -1,6 +1,7 @@
-"""What is queued for a peer that does not read leaves when it does, whichever thread was sending."""
+"""A connection that several threads use: what is queued leaves, and no thread is at a socket that is closed."""
 
 import socket
+import threading
 
 import pytest
 from dtorch_file_store.link import Link
@@ -45,3 +46,26 @@ def test_room_is_awaited_while_another_thread_leaves_something_over(ends):
     assert len(messages[0].body) == SIZE
     watch.has_room(link)
     assert list(watch.wait(0.0)) == []
+
+
+@pytest.mark.parametrize("at", ["reading", "_sending"])
+def test_close_waits_for_who_is_at_the_socket(ends, at):
+    """Its number is used again at once: a call that has begun would read or write what is another connection's."""
+    link, _, _ = ends
+    closing = threading.Thread(target=link.close, args=(20.0,))
+    with getattr(link, at):
+        number = link.socket.fileno()
+        closing.start()
+        closing.join(0.2)
+        assert link.socket.fileno() == number
+
+    closing.join(20.0)
+    assert link.socket.fileno() == -1
+
+
+def test_close_waits_no_longer_than_it_is_told(ends):
+    link, _, _ = ends
+    with link.reading, link._sending:
+        link.close(0.0)
+
+    assert link.socket.fileno() == -1

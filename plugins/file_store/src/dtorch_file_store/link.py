@@ -165,16 +165,25 @@ class Link:
         """
         return self._fds.popleft()
 
-    def close(self) -> None:
-        """Close the socket, and descriptors that nobody took."""
-        self.lost = True
-        self.socket.close()
-        while self._fds:
-            taken = self._fds.popleft()
-            if taken != LOST:
-                os.close(taken)
+    def close(self, patience: float = 1.0) -> None:
+        """Close the socket, and descriptors that nobody took.
 
-        while self._out:
-            _, fd = self._out.popleft()
-            if fd is not None:
-                os.close(fd)
+        :param patience: seconds for a thread that is in the midst of a call to the socket. Its number may be that of
+            another connection as soon as it is closed, and what is read or sent then would be that one's.
+        """
+        self.lost = True
+        held = [lock for lock in (self.reading, self._sending) if lock.acquire(timeout=patience)]
+        try:
+            self.socket.close()
+            while self._fds:
+                taken = self._fds.popleft()
+                if taken != LOST:
+                    os.close(taken)
+
+            while self._out:
+                _, fd = self._out.popleft()
+                if fd is not None:
+                    os.close(fd)
+        finally:
+            for lock in held:
+                lock.release()

@@ -450,6 +450,6 @@ class Node:
         self.forked = True
         self.mutex = self.presence.mutex = threading.Lock()  # another thread of the parent may have had it
         for link in self.links.values():
-            link.close()
+            link.close(0.0)  # nor is there anybody who would let go of its locks
 
         self._watch.close()
