@@ -1,4 +1,4 @@
-"""How joint work ends that some rank can't go on with: at once, and for the right reason."""
+"""Joint work that halts: it goes on in one thread, and where it can't it ends at once, for the right reason."""
 
 import threading
 
@@ -92,5 +92,40 @@ def test_close_ends_a_call_that_is_under_way(how):
             closed.set()
             with pytest.raises(AbortedError, match="rank 0, collective #2, all_reduce.*: it was closed"):
                 work.wait() if waiting is None else waiting.result(LIMIT)
+
+    run_ranks(body, 2, LIMIT)
+
+
+def test_halted_part_goes_on_in_one_thread():
+    """Another thread may take it up as soon as it halts, while the one that has left it is on its way out."""
+
+    def body(ctx):
+        with use_backend(store="file"), ctx.open_group("own", timeout=LIMIT) as group:
+            group.barrier()
+            session, taken, halted = session_of(group), [], threading.Event()
+            node, joint, after = session.node, session.joint, session.node.after
+            node.look_for = lambda come: False  # so it halts
+
+            def leaves(woken=()):
+                after(woken)
+                with node.mutex:
+                    calls = [call for call in joint._calls.values() if call.steps is not None and not call.running]
+                    if calls and not taken:
+                        taken.append(calls[0])
+                        calls[0].running = True  # for a job that another thread will do
+
+                if taken:
+                    halted.set()
+
+            node.after = leaves
+            work = group.all_reduce(torch.ones(LARGE), async_op=True)
+            assert halted.wait(LIMIT)
+            node.after = after
+            with node.mutex:
+                taken[0].running = False
+                woken = list(joint._moved(taken[0]))
+
+            node.after(woken)
+            assert work.result()[-1].item() == 2
 
     run_ranks(body, 2, LIMIT)

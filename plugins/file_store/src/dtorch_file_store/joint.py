@@ -300,7 +300,7 @@ class Joint:
         """Do this node's part, as far as it goes now; ``running`` was set by who calls this."""
         while True:
             error: BaseException | None = None
-            ended = False
+            runs = False  # not asked of the call below: another thread may be at it by then
             try:
                 with _inference(True):
                     if call.steps is None:
@@ -313,18 +313,16 @@ class Joint:
 
             with self._node.mutex:
                 if awaits is None:
-                    ended = True
                     woken = self._end(call, error)
                 elif call.broken is not None and call.halted(awaits):
-                    ended = True
                     woken = self._end(call, call.broken)
                 else:
                     call.awaits = awaits
-                    call.running = not call.halted(call.awaits)
-                    woken = [] if call.running else self.give_up()
+                    call.running = runs = not call.halted(awaits)
+                    woken = [] if runs else self.give_up()
 
             self._node.after(woken)
-            if ended or not call.running:
+            if not runs:
                 return
 
     def _break(self, call: Call, error: BaseException) -> None:
