@@ -24,12 +24,18 @@ def test_job_may_need_the_memory_that_is_growing():
 
     def body(ctx):
         with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
-            node, made = store._session.node, []
+            node, made, done = store._session.node, [], threading.Semaphore(0)
+
+            def job(turn):
+                made.append(store.empty((9_000_000 << turn,), dtype=torch.uint8))
+                done.release()
+
             for turn in range(3):
-                node.jobs.append(lambda turn=turn: made.append(store.empty((9_000_000 << turn,), dtype=torch.uint8)))
+                node.jobs.append(lambda turn=turn: job(turn))
                 made.append(store.empty((30_000_000 << turn,), dtype=torch.uint8))
 
             node.after()
+            assert all(done.acquire(timeout=LIMIT) for _ in range(3))  # another thread may be at one
             store.barrier()
             return sorted(tensor.numel() for tensor in made)
 
