@@ -1,12 +1,8 @@
 """One process of a session: its connections to the others, and the threads that wait for what they say.
 
 There is no hub and nothing shared but memory: each node keeps the state that its own ranks have made, tells the others
-by messages, and reads theirs. A node's state is guarded by one mutex, held for microseconds: nobody sleeps, calls torch
-or sends under it.
-
-One thread at a time reads the sockets: a thread that waits does it itself, so that a message wakes the thread that it
-is for, not one that would have to wake it. The others sleep; whoever stops reading hands that on to one of them. A
-background thread reads when nobody has waited for a moment.
+by messages, and reads theirs: see :mod:`dtorch_file_store.reading`. A node's state is guarded by one mutex, held for
+microseconds: nobody sleeps, calls torch or sends under it.
 """
 
 from __future__ import annotations
@@ -21,13 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dtorch_core.presence import Presence
 from dtorch_file_store.link import Link, ready
 from dtorch_file_store.processes import is_alive
+from dtorch_file_store.reading import Reading
 from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.watch import Watch
 from dtorch_file_store.wire import Message
-
-LEASE = 0.002
-"""Seconds without a waiting thread after which the background thread reads: it does not compete with threads that
-wait again and again, and a request of another process finds somebody who answers."""
 
 CORES = 2
 """For each process: so many, and its peers and its own other threads work on while a thread of it looks for long."""
@@ -72,10 +65,8 @@ class Node:
         self.on_end: Callable[[], None] = lambda: None
         """Called once, when all is closed and sent."""
         self._dirty: list[Link] = []
-        self._driver: object | None = None
-        self._followers: list[Waiter] = []
-        self._left = 0.0
         self._watch = Watch()
+        self._reading = Reading(self.presence, self._hear, self._heard, self._watch.kick)
         self.gone: set[int] = set()
         """Nodes that have nothing more to say."""
         self.jobs: deque[Callable[[], None]] = deque()
@@ -85,18 +76,7 @@ class Node:
         """Those whose process ended without a goodbye."""
         self.trash: list[object] = []
         """What is let go outside the mutex, with the next :meth:`after`: it may hold tensors."""
-        self._closing = False
         self.forked = False
-        self._reader = 0
-        """The thread that reads now."""
-        self._quiet = threading.Event()
-        """Nobody reads any more. Set once the node closes."""
-        self._stints = 0
-        """How often a thread has read."""
-        self._parks = False
-        """The background thread sleeps until nobody reads any more."""
-        self._parked = threading.Event()
-        self._thread: threading.Thread | None = None
 
     # Peers
 
@@ -117,9 +97,7 @@ class Node:
             self.after(woken)
 
         if self.links:
-            name = f"{self.presence.label} reader"
-            self._thread = threading.Thread(target=self._read_for_nobody, name=name, daemon=True)
-            self._thread.start()
+            self._reading.start()
 
     def ranks_at(self, node: int) -> list[int]:
         """The ranks of a node."""
@@ -175,7 +153,7 @@ class Node:
             if isinstance(waiter, Notice):
                 self.jobs.append(waiter.call)  # after the threads: a callback may take its time
             else:
-                self._wake(waiter)
+                self._reading.wake(waiter)
 
         if self.jobs and not self._here.busy:
             self._work_off()
@@ -224,121 +202,27 @@ class Node:
             finally:
                 self._here.busy = True
 
-        while not (waiter.done or waiter.error is not None):
-            left = deadline - time.monotonic()
-            with self.mutex:
-                if waiter.settled:
-                    break
+        return self._reading.wait(waiter, deadline)
 
-                drives = self._driver is None and bool(self.links)
-                if drives:
-                    self._driver = waiter
-                elif left <= 0:
-                    return False
-                else:
-                    waiter.prepare()
-                    self._followers.append(waiter)
+    def _hear(self, seconds: float | None) -> None:
+        """Wait for messages once, and handle what has come. Jobs are done after that: see :meth:`_heard`."""
+        self._here.busy = True
+        for source, reads, room in self._watch.wait(seconds):
+            if isinstance(source, int):
+                self._ended(source)
+                continue
 
-            if drives:
-                self._read(max(0.0, left))
-                if left <= 0:
-                    return waiter.settled
-            else:
-                self._sleep(waiter, left)
-
-        return True
-
-    def _sleep(self, waiter: Waiter, seconds: float) -> None:
-        woken = False
-        try:
-            woken = waiter.sleep(seconds)
-        finally:
-            with self.mutex:
-                self._followers.remove(waiter)
-                late = waiter.signalled and not woken
-                waiter.signalled = False
-
-            if late:
-                waiter.consume()
-
-    def _wake(self, waiter: Waiter) -> None:
-        if self._driver is waiter and self._reader == threading.get_ident():
-            return  # this very thread
-
-        with self.mutex:
-            sleeps = waiter in self._followers and not waiter.signalled
-            waiter.signalled = waiter.signalled or sleeps
-            reads = self._driver is waiter
-
-        if sleeps:
-            waiter.wake()
-        elif reads:
-            self._watch.kick()
-
-    def _stop_reading(self) -> None:
-        heir: Waiter | None = None
-        with self.mutex:
-            self._driver, self._reader = None, 0
-            self._left = time.monotonic()
-            self._stints += 1
-            if self._followers:
-                heir = next((other for other in self._followers if not other.settled and not other.signalled), None)
-                if heir is not None:
-                    heir.signalled = True
-
-            unparks, self._parks = self._parks, False
-            closing = self._closing
-
-        if heir is not None:
-            heir.wake()
-
-        if unparks:
-            self._parked.set()
-
-        if closing:
-            self._quiet.set()
-
-    def _read_for_nobody(self) -> None:
-        stints = 0
-        while not self._closing:
-            with self.mutex:
-                reads = self._driver is None and time.monotonic() - self._left >= LEASE
-                # A wait that lasts: whoever reads says when it is over. Short ones are not burdened with that.
-                self._parks = parks = self._driver is not None and self._stints == stints
-                stints = self._stints
-                if reads:
-                    self._driver = self
+            if room and source.flush():
+                self._watch.has_room(source)
 
             if reads:
-                self._read(None)
-            else:
-                self._parked.wait(None if parks else LEASE)
-                self._parked.clear()
+                self._take(source)
 
-    def _read(self, seconds: float | None) -> None:
-        """Wait for messages once, and handle what has come. Called by the driver, which then is it no more.
-
-        Jobs are done after that: one may wait for what another thread has to read.
-        """
-        here = self._here
-        here.busy = True
-        self._reader = threading.get_ident()
-        try:
-            for source, reads, room in self._watch.wait(seconds):
-                if isinstance(source, int):
-                    self._ended(source)
-                    continue
-
-                if room and source.flush():
-                    self._watch.has_room(source)
-
-                if reads:
-                    self._take(source)
-        finally:
-            self._stop_reading()
-            here.busy = False
-            if self.jobs:
-                self._work_off()
+    def _heard(self) -> None:
+        """Another thread may read now: a job may wait for what is read then."""
+        self._here.busy = False
+        if self.jobs:
+            self._work_off()
 
     def look(self) -> None:
         """Handle what has arrived by now, whoever reads; waits for nothing."""
@@ -410,24 +294,15 @@ class Node:
     def close(self) -> None:
         """Every rank of this process has said goodbye: send the last words, and let everything go."""
         with self.mutex:
-            self._closing = True
-            reads_itself = self._reader == threading.get_ident()
-            busy = self._driver is not None
+            busy = self._reading.close()
 
-        if reads_itself:  # a callback of ours closes it: what it returns to still needs the descriptors
+        if self._reading.here:  # a callback of ours closes it: what it returns to still needs the descriptors
             threading.Thread(target=self._finish, args=(True,), name=f"{self.presence.label} closes").start()
         else:
             self._finish(busy)
 
     def _finish(self, busy: bool) -> None:
-        self._parked.set()
-        if busy:
-            self._watch.kick()
-            self._quiet.wait(LINGER)
-
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(LINGER)
-
+        self._reading.await_end(LINGER, busy=busy)
         deadline = time.monotonic() + LINGER
         for link in self.links.values():
             while not link.flush(last=True) and time.monotonic() < deadline:
