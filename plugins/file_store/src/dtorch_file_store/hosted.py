@@ -12,7 +12,8 @@ from dtorch_core import streams
 from dtorch_core.declared import Declared
 from dtorch_core.errors import UnsupportedOperationError
 from dtorch_core.joint import Offer, Ticket, Work
-from dtorch_file_store.joint import FileTicket, Joint
+from dtorch_file_store.joint import Joint
+from dtorch_file_store.tickets import FileTicket
 
 
 def post_through_host(

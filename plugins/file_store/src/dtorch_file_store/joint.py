@@ -11,30 +11,24 @@ call goes on while its rank computes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 
-from dtorch_core import (
-    AbortedError,
-    CollectiveMismatchError,
-    DtorchError,
-    ProtocolError,
-    StoreTimeoutError,
-    errors,
-)
-from dtorch_core._text import describe_error, rank_list, seconds
-from dtorch_core.joint import Offer, Ticket, Work, copy_of
+from dtorch_core import CollectiveMismatchError, DtorchError, ProtocolError, StoreTimeoutError, errors
+from dtorch_core._text import describe_error, rank_list
+from dtorch_core.joint import Offer, Work, copy_of
 from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store import offers
 from dtorch_file_store.arena import Arena, Mapping
+from dtorch_file_store.call_ends import CallEnds
 from dtorch_file_store.calls import Call
-from dtorch_file_store.cuda.current import current
 from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.gpu_parts import GpuParts
 from dtorch_file_store.node import Node
 from dtorch_file_store.parts import Parts
+from dtorch_file_store.tickets import FileTicket
 from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.wire import Message, frame
 
@@ -58,9 +52,9 @@ class Joint:
         self._node = node
         self._presence = node.presence
         self._calls: dict[str, Call] = {}
+        self.ends = CallEnds(node)
         self.on_gpu = GpuParts(node, gpu)
         self._parts = Parts(node, arena, mapping, self.on_gpu, self._calls)
-        self._retired: str | None = None
         for kind in ("post", "staged", "worked", "broken", "retired"):
             node.handlers[kind] = getattr(self, f"_on_{kind}")
 
@@ -115,9 +109,9 @@ class Joint:
         :raises DtorchError: if nothing can be begun any more, or the rank has begun it already.
         """
         presence = self._presence
-        if not presence.complete or self._retired is not None:
+        if not presence.complete or self.ends.retired is not None:
             presence.check_open(rank)
-            raise_if(self.ended(rank, key))
+            raise_if(self.ends.begins_none(rank, key))
 
         call = self._calls.get(key)
         if call is None:
@@ -137,8 +131,8 @@ class Joint:
                 if runs:
                     call.running = True
                 elif not call.finished:
-                    if not self._presence.complete or self._retired is not None:
-                        raise_if(self._hopeless(call, rank))
+                    if not self._presence.complete or self.ends.retired is not None:
+                        raise_if(self.ends.hopeless(call, rank))
 
                     waiter = Waiter(rank)
                     call.waiters.append(waiter)
@@ -189,27 +183,16 @@ class Joint:
             return True
 
         with self._node.mutex:
-            return call.finished or self._hopeless(call, rank) is not None
+            return call.finished or self.ends.hopeless(call, rank) is not None
 
     def notify(self, call: Call, rank: int, callback: Callable[[], None]) -> None:
         """Call back when it is done; at once if it is."""
         with self._node.mutex:
-            if not call.finished and self._hopeless(call, rank) is None:
+            if not call.finished and self.ends.hopeless(call, rank) is None:
                 call.notices.append(Notice(rank, callback))
                 return
 
         callback()
-
-    def ended(self, rank: int, what: str) -> Failure | None:
-        """Why nothing can be begun any more; None while it can. Under the mutex."""
-        return self._presence.ended(rank, what) or self._gave_up(rank, what)
-
-    def _gave_up(self, rank: int, what: str) -> Failure | None:
-        if self._retired is None:
-            return None
-
-        reason = f"{self._presence.me(rank)}, {what}: {self._retired}"
-        return lambda: AbortedError(reason)
 
     # Ends. Under the mutex; they return the waiters that they settle.
 
@@ -218,9 +201,9 @@ class Joint:
         failed: list[Waiter] = []
         for call in list(self._calls.values()):
             # Those asleep have a deadline of their own, also when another rank has given up at its.
-            failed += settle(call.waiters, lambda waiter, call=call: self._stuck(call, waiter.rank))  # type: ignore[misc]
+            failed += settle(call.waiters, lambda waiter, call=call: self.ends.stuck(call, waiter.rank))  # type: ignore[misc]
             call.waiters = [waiter for waiter in call.waiters if not waiter.settled]
-            failed += settle(call.notices, lambda notice, call=call: self._hopeless(call, notice.rank))  # type: ignore[misc]
+            failed += settle(call.notices, lambda notice, call=call: self.ends.hopeless(call, notice.rank))  # type: ignore[misc]
             call.notices = [notice for notice in call.notices if not notice.settled]
 
         return failed
@@ -229,58 +212,19 @@ class Joint:
         """A node reads nothing any more."""
         self._parts.node_gone(node)
 
-    def _stuck(self, call: Call, rank: int) -> Failure | None:
-        """Why those who have not come can't come any more, or those who have can't go on."""
-        if call.complete:
-            if call.running or not call.halted(call.awaits):
-                return None
-
-            if rank in self._presence.closed:
-                return self._closed(call, rank)
-
-            gone = [rank for rank, home in enumerate(self._node.homes) if home in call.halted(call.awaits)]
-            return self._presence.over(rank, call.what(rank)) or self._presence.lacks(rank, gone, call.what(rank))
-
-        if rank in self._presence.closed:
-            return self._closed(call, rank)
-
-        return self._presence.lacks(rank, call.missing(), call.what(rank))
-
-    def _closed(self, call: Call, rank: int) -> Failure:
-        reason = f"{self._presence.me(rank)}, {call.what(rank)}: it was closed"
-        return lambda: AbortedError(reason)
-
-    def _hopeless(self, call: Call, rank: int) -> Failure | None:
-        """Why ``rank`` need not begin to wait for it."""
-        if call.complete:
-            return self._stuck(call, rank)
-
-        what = call.what(rank)
-        return self._stuck(call, rank) or self._presence.over(rank, what) or self._gave_up(rank, what)
-
     def _retire(self, call: Call, rank: int, timeout: float) -> tuple[Failure, list[Waiter]]:
         """A rank gives up: nothing can be begun any more. Its error, and whom to wake."""
         what = call.what(rank)
-        if not call.complete:
-            late = f"{rank_list(call.missing())} had not come after {seconds(timeout)}"
-        else:
-            ranks = [other for other, home in enumerate(self._node.homes) if home in call.halted(call.awaits)]
-            late = f"{rank_list(ranks)} had come, and did not go on within {seconds(timeout)}"
-
+        late = self.ends.late(call, timeout)
         self._node.tell_all(frame("retired", f"rank {rank} gave up on {what}: {late}"))
-        self._retired = self._retired or f"rank {rank} gave up on {what}: {late}"
+        self.ends.retired = self.ends.retired or f"rank {rank} gave up on {what}: {late}"
         text = f"{self._presence.me(rank)}, {what}: {late}"
         return lambda: StoreTimeoutError(text), self.give_up()
 
     # The work
 
     def _may_go_on(self, call: Call) -> bool:
-        return (
-            call.complete
-            and not call.running
-            and not call.finished
-            and not call.halted(call.awaits)
-        )
+        return call.complete and not call.running and not call.finished and not call.halted(call.awaits)
 
     def _moved(self, call: Call) -> Iterable[Waiter]:
         """It may go on: wake a thread that waits for it, or have the one that reads do it. Under the mutex."""
@@ -403,45 +347,5 @@ class Joint:
 
     def _on_retired(self, peer: int, message: Message) -> Iterable[Waiter]:
         (reason,) = message.fields
-        self._retired = self._retired or reason
+        self.ends.retired = self.ends.retired or reason
         return self.give_up()
-
-
-class FileTicket(Ticket):
-    """One rank's share in a call."""
-
-    __slots__ = ("_call", "_joint", "_ordinal", "_rank")
-
-    def __init__(self, joint: Joint, call: Call, rank: int, ordinal: int) -> None:
-        """
-        :param ordinal: the CUDA device of the rank's tensors; -1 on the CPU.
-        """
-        self._joint = joint
-        self._call = call
-        self._rank = rank
-        self._ordinal = ordinal
-
-    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
-        call = self._call
-        if not call.finished or call.error is not None:
-            self._joint.wait_for(call, self._rank, timeout)
-
-        if call.done and self._ordinal >= 0:
-            self._joint.on_gpu.order_after(call, self._rank, stream if stream is not None else current(self._ordinal))
-
-    def __del__(self) -> None:
-        if self._rank in self._call.held:
-            self._joint.on_gpu.drop(self._call, self._rank)
-
-    def notes(self) -> Sequence[str]:
-        return self._call.notes
-
-    def done(self) -> bool:
-        return self._joint.done(self._call, self._rank)
-
-    def written(self) -> list[int]:
-        """Which of this rank's CPU tensors were written; once the work is done."""
-        return [place.number for place in self._call.written if place.rank == self._rank]
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._joint.notify(self._call, self._rank, callback)

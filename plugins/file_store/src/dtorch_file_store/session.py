@@ -44,7 +44,7 @@ class Session:
         self.keys = Keys(node, self._arrived, self._reset.standing)
         self.joint = Joint(node, self.arena, self.mapping, self.gpu)
         self.letters = Letters(node, self._arrived)
-        self.letters.ended = self.joint.ended
+        self.letters.ended = self.joint.ends.begins_none
         self._barrier = Gate("barrier", node, elsewhere=self._reset.standing)
         self._reset.on_opening, self._reset.on_coming = self._drop, self._give_up
         self._barrier.on_coming = self._give_up
