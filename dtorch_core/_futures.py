@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -10,6 +11,13 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+
+_LONGEST = 5.0
+"""Seconds that the end of the interpreter is put off: a callback may wait for a rank that never comes."""
+
+_settling: set[int] = set()
+"""Threads that are about to end a future."""
+_settled = threading.Condition()
 
 
 def begun(call: Callable[[], T], name: str) -> Future[T]:
@@ -38,13 +46,51 @@ def future_of(
     """
     future: torch.futures.Future[T] = torch.futures.Future(devices=list(devices) or None)
 
-    def follow() -> None:
-        try:
-            value = wait()
-        except Exception as error:
+    def settle(value: T | None, error: Exception | None) -> None:
+        if error is not None:
             future.set_exception(error)  # type: ignore[arg-type]
         else:
-            future.set_result(value)
+            future.set_result(value)  # type: ignore[arg-type]
 
-    threading.Thread(target=follow, name=name, daemon=True).start()
+    settle_after(wait, settle, name)
     return future
+
+
+def settle_after(
+    wait: Callable[[], T], settle: Callable[[T | None, Exception | None], None], name: str
+) -> None:
+    """In a thread of its own: wait, and end a future of torch's with what the wait has returned or raised.
+
+    To wait for the future may be the program's last line, and the interpreter's end stops a thread where it next needs
+    the GIL. In the midst of torch's C++, which ends futures and lets go of Works without it, that aborts the process.
+    So the interpreter's end waits for the threads that have come to ``settle``, until they hold nothing of torch's.
+    """
+    given = [(wait, settle)]  # the thread's own arguments are let go too late
+
+    def run() -> None:
+        wait, settle = given.pop()
+        value, error = None, None
+        try:
+            value = wait()
+        except Exception as raised:
+            error = raised
+
+        here = threading.get_ident()
+        with _settled:
+            _settling.add(here)
+
+        try:
+            settle(value, error)
+            del wait, settle, value, error
+        finally:
+            with _settled:
+                _settling.discard(here)
+                _settled.notify_all()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+@atexit.register
+def _await_settled() -> None:
+    with _settled:
+        _settled.wait_for(lambda: not _settling - {threading.get_ident()}, _LONGEST)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dtorch_core._extras import Companion
+from dtorch_core._futures import settle_after
 from dtorch_core._notes import Notes
 from dtorch_core._order import Turn
 from dtorch_core.errors import DtorchError, StoreTimeoutError
@@ -55,6 +55,8 @@ class Work(Generic[T]):
         self._notes, self._timeout, self._record, self._beside = notes, timeout, record, beside
         self._device = torch.device(device)
         self._started: Future[Started[T]] = Future()
+        self._lost = False
+        """What was to come first never will."""
         if notes is None:
             try:
                 self._started.set_result(start(()))
@@ -103,7 +105,7 @@ class Work(Generic[T]):
     def is_completed(self) -> bool:
         """It is over, well or not."""
         if not self._started.done():
-            return False
+            return self._lost
 
         return self._started.exception() is not None or self._started.result()[0].is_completed()
 
@@ -146,24 +148,25 @@ class Work(Generic[T]):
             return future
 
         def wait() -> None:
-            try:
-                notes.wait(self._timeout)
-                self._started.exception(self._timeout)
-            except Exception as error:
+            self._await_notes(notes, self._timeout)
+            self._started.exception(self._timeout)
+
+        def settle(_: None, error: Exception | None) -> None:
+            if error is not None:
                 future.set_exception(self._explained(error))
             else:
                 follow(self._started)
 
         # Its callbacks may call collectives and wait for them: not in the thread that begins this one, which is another
         # rank's, or has others to begin.
-        threading.Thread(target=wait, name="a future's wait", daemon=True).start()
+        settle_after(wait, settle, "a future's wait")
         return future
 
     def _wait(self, timeout: float | timedelta | None) -> None:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deadline = time.monotonic() + (self._timeout if seconds is None else seconds)
         if self._notes is not None:
-            self._notes.wait(_left(deadline))
+            self._await_notes(self._notes, _left(deadline))
 
         # All have come: what has to happen before it has begun waits for no other rank.
         try:
@@ -176,6 +179,15 @@ class Work(Generic[T]):
 
         work.wait(timedelta(seconds=_left(deadline)))
         finish()
+
+    def _await_notes(self, notes: Notes | Turn, timeout: float) -> None:
+        try:
+            notes.wait(timeout)
+        except StoreTimeoutError:
+            raise  # of an earlier call, maybe
+        except DtorchError:
+            self._lost = True  # the thread that is to say so may come later than this one
+            raise
 
     def _explained(self, error: Exception) -> Exception:
         """What to raise for it: with more in its message, or another one."""

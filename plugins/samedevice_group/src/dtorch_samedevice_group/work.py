@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, StoreTimeoutError, streams
+from dtorch_core._futures import settle_after
 from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket
 from dtorch_core.mail import Receipt
@@ -52,7 +53,7 @@ class Waited(dist._Work):
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
-    def exception(self) -> BaseException | None:
+    def exception(self) -> Exception | None:
         """What the work raised; None if it is not done, or done well."""
         if not self.is_completed():
             return None
@@ -85,17 +86,15 @@ class Waited(dist._Work):
         # Its callbacks may call collectives and wait for them. So the thread in which they run is the rank's, and no
         # other work waits for it.
         if self.is_completed():
-            self._fulfil(future)
+            self._fulfil(future, self.exception())
         else:
-            threading.Thread(target=self._fulfil, args=(future,), name="a future's wait", daemon=True).start()
+            settle_after(self.wait, lambda _, error: self._fulfil(future, error), "a future's wait")
 
         return future
 
-    def _fulfil(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        try:
-            # Orders the current stream after the work; the future records it there for its consumers.
-            self.wait()
-        except Exception as error:
+    def _fulfil(self, future: torch.futures.Future[list[Tensor]], error: Exception | None) -> None:
+        """Once waited for: that orders the current stream after the work; the future records it for its consumers."""
+        if error is not None:
             _Failed(error).settle(future)
         else:
             future.set_result(self._outputs)
