@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
+import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +37,33 @@ def check_publish(key: str, tensor: Tensor, get_count: int, world_size: int | No
 
     if not _ordinary(tensor):
         check_tensor(f"src_set({key!r})", tensor)
+
+
+def check_empty(call: str, size: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of memory to be published from; ``call`` opens the message.
+
+    :raises TypeError: if ``size`` is not a sequence of ints, or ``dtype`` no dtype of torch's.
+    :raises ValueError: if a size is negative, or all together are more than an address can tell.
+    :raises UnsupportedTensorError: if tensors of that dtype can't be carried.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{call}: dtype must be a torch.dtype, not {dtype!r}")
+
+    if str(dtype).startswith("torch.q"):
+        raise UnsupportedTensorError(f"{call}: a quantized tensor can't be carried; pass its integers and parameters")
+
+    try:
+        sizes = tuple([operator.index(number) for number in size])
+    except TypeError:
+        raise TypeError(f"{call}: size must be a sequence of ints, as in (2, 3), not {size!r}") from None
+
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"{call}: a size can't be negative")
+
+    if math.prod(sizes) * dtype.itemsize > sys.maxsize:
+        raise ValueError(f"{call}: no machine has so much memory")
+
+    return sizes
 
 
 def check_key(call: str, key: str) -> None:

@@ -7,10 +7,10 @@ calls torch or wakes another one under it. What is not said to take the mutex is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
-from dtorch_core._text import rank_list
+from dtorch_core._text import rank_list, seconds
 from dtorch_core.errors import AbortedError, PeerLostError
 
 Failure = Callable[[], Exception]
@@ -56,6 +56,14 @@ def raise_if(failure: Failure | None) -> None:
     """Raise a failure, if there is one."""
     if failure is not None:
         raise failure()
+
+
+def not_all_came(missing: Collection[int], gave_up: Collection[int], timeout: float) -> str:
+    """Who is to blame for a gate that stayed shut: ranks that have come and given up are not missing."""
+    if not missing:
+        return f"{rank_list(sorted(gave_up))} had come and gave up before all were there, within {seconds(timeout)}"
+
+    return f"{rank_list(missing)} had not come after {seconds(timeout)}"
 
 
 class Presence:
@@ -141,7 +149,7 @@ class Presence:
     def lost(self, rank: int, gone: Iterable[int], what: str) -> Failure:
         """The failure of a wait that ranks which closed their handles could have satisfied."""
         ranks = list(gone)
-        if any(other in self.died for other in ranks):  # its goodbye came before everybody knew of its death
+        if self.died:  # its goodbye came before everybody knew of its death; or that of who left because of it
             ended = self.ended(rank, what)
             assert ended is not None, "a rank has died"
             return ended

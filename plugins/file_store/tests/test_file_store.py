@@ -19,7 +19,14 @@ from dtorch_file_store.directory import VARIABLE
 from dtorch_file_store.link import Link
 from dtorch_file_store.wire import frame
 
-from dtorch_core import DtorchError, KeyInUseError, PeerLostError, RankFailedError, StoreTimeoutError
+from dtorch_core import (
+    DtorchError,
+    KeyInUseError,
+    PeerLostError,
+    RankFailedError,
+    StoreTimeoutError,
+    UnsupportedTensorError,
+)
 from dtorch_core.testing import TensorStoreTests, run_ranks
 
 LIMIT = 20.0
@@ -303,6 +310,89 @@ class TestKeys:
                 store.reset()
 
         on_ranks(body, 3)
+
+
+@pytest.mark.usefixtures("node_each")
+class TestWhoIsNamed:
+    @pytest.mark.parametrize("gate", ["barrier", "reset"])
+    @pytest.mark.parametrize("homes", [[0, 1, 2, 3], [0] * 4], ids=["processes", "threads"])
+    def test_who_gave_up_a_moment_earlier_is_not_missing(self, gate, homes, monkeypatch):
+        monkeypatch.setattr(HOMES, lambda topology: homes)
+        turns = [threading.Event() for _ in range(3)]
+
+        def body(store):
+            if store.rank == 3:
+                assert turns[2].wait(LIMIT)
+                return ""
+
+            if store.rank:
+                assert turns[store.rank - 1].wait(LIMIT)
+                store._session.node.look()
+
+            with pytest.raises(StoreTimeoutError) as raised:
+                getattr(store, gate)(timeout=0.05)
+
+            turns[store.rank].set()
+            assert turns[2].wait(LIMIT)
+            return str(raised.value)
+
+        said = on_ranks(body, 4)
+        assert "rank 1, rank 2, rank 3 had not come after 0.05 s" in said[0]
+        assert said[1].endswith(f"{gate}(): rank 2, rank 3 had not come after 0.05 s")
+        assert said[2].endswith(f"{gate}(): rank 3 had not come after 0.05 s")
+
+    def test_survivor_that_leaves_is_not_taken_for_the_one_that_was_lost(self):
+        """It hears of the death before this node does, which then hears of both at once."""
+        stands = threading.Event()
+
+        def body(store):
+            session = store._session
+            if store.rank == 1:
+                threading.Timer(0.05, stands.set).start()
+                with pytest.raises(PeerLostError) as raised:
+                    store.barrier()
+
+                return str(raised.value)
+
+            assert stands.wait(LIMIT)
+            if store.rank == 0:
+                with session.node.mutex:
+                    session.presence.die(2, "its process ended without a goodbye")
+                    woken = session._end()
+
+                session.node.after(woken)
+            else:
+                with pytest.raises(PeerLostError):
+                    store.barrier()
+
+            return ""
+
+        assert "rank 2 (pid" in on_ranks(body, 3)[1]
+
+
+class TestEmpty:
+    @pytest.mark.parametrize("world_size", [1, 2], ids=["memory of one process", "shared memory"])
+    @pytest.mark.parametrize(
+        ("size", "dtype", "error", "text"),
+        [
+            ((3,), "float32", TypeError, "dtype must be a torch.dtype, not 'float32'"),
+            (3, torch.float32, TypeError, "size must be a sequence of ints"),
+            ((2.5,), torch.float32, TypeError, "size must be a sequence of ints"),
+            ((-3,), torch.float32, ValueError, "can't be negative"),
+            ((1 << 62, 1 << 10), torch.float32, ValueError, "no machine"),
+            ((3,), torch.quint8, UnsupportedTensorError, "quantized"),
+        ],
+    )
+    def test_what_is_no_memory_is_refused(self, world_size, size, dtype, error, text, monkeypatch):
+        monkeypatch.setattr(HOMES, lambda topology: list(range(len(topology))))
+
+        def body(store):
+            with pytest.raises(error, match=text) as raised:
+                store.empty(size, dtype=dtype)
+
+            assert str(raised.value).startswith("store 'own', empty(")
+
+        on_ranks(body, world_size)
 
 
 @pytest.mark.usefixtures("node_each")

@@ -506,6 +506,28 @@ class TestMessages:
 
         on_ranks(body, 2)
 
+    @pytest.mark.parametrize("gate", ["barrier", "reset"])
+    def test_who_gave_up_a_moment_earlier_is_not_missing(self, gate):
+        turns = [threading.Event() for _ in range(3)]
+
+        def body(store):
+            if store.rank == 3:
+                assert turns[2].wait(LIMIT)
+                return ""
+
+            assert store.rank == 0 or turns[store.rank - 1].wait(LIMIT)
+            with pytest.raises(StoreTimeoutError) as raised:
+                getattr(store, gate)(timeout=0.05)
+
+            turns[store.rank].set()
+            assert turns[2].wait(LIMIT)
+            return str(raised.value)
+
+        said = on_ranks(body, 4)
+        assert "rank 1, rank 2, rank 3 had not come after 0.05 s" in said[0]
+        assert said[1].endswith(f"{gate}(): rank 2, rank 3 had not come after 0.05 s")
+        assert said[2].endswith(f"{gate}(): rank 3 had not come after 0.05 s")
+
     def test_late_get_says_that_the_shares_are_taken(self):
         def body(store):
             if store.rank == 0:

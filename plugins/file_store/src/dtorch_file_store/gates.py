@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from dtorch_core._text import rank_list, seconds
+from dtorch_core._text import rank_list
 from dtorch_core.errors import AbortedError, ProtocolError, StoreTimeoutError
-from dtorch_core.presence import Failure, raise_if, settle
+from dtorch_core.presence import Failure, not_all_came, raise_if, settle
 from dtorch_file_store.node import Node
 from dtorch_file_store.waiting import Waiter
 from dtorch_file_store.wire import Message, frame
@@ -35,6 +35,8 @@ class Gate:
         self._presence = node.presence
         self._elsewhere = elsewhere
         self._here: dict[int, set[int]] = {}
+        self._gave_up: set[int] = set()
+        """Those that have stood here, and stepped back, since it has last opened."""
         self._waiters: dict[int, Waiter] = {}
         node.handlers[f"{name} here"] = self._come
         node.handlers[f"{name} gone"] = self._leave
@@ -50,6 +52,7 @@ class Gate:
             waiter = Waiter(rank)
             here = self._here.setdefault(self.number, set())
             here.add(rank)
+            self._gave_up.discard(rank)
             if len(here) < presence.world_size or presence.all_said:  # those who died may stand here still
                 failure = self._why_shut(rank)
                 if failure is not None:
@@ -64,15 +67,13 @@ class Gate:
         try:
             passed = node.wait(waiter, deadline)
         except BaseException:
-            self._withdraw(rank, waiter)
+            self._withdraw(rank, waiter, timeout)
             raise
 
         if not passed:
-            missing = self._withdraw(rank, waiter)
+            late = self._withdraw(rank, waiter, timeout)
             if not waiter.settled:
-                raise StoreTimeoutError(
-                    f"{presence.me(rank)}, {self.name}(): {rank_list(missing)} had not come after {seconds(timeout)}"
-                )
+                raise StoreTimeoutError(f"{presence.me(rank)}, {self.name}(): {late}")
 
         raise_if(waiter.error)
 
@@ -93,25 +94,28 @@ class Gate:
 
         return failed
 
-    def _withdraw(self, rank: int, waiter: Waiter) -> list[int]:
-        """The ranks that were missing. If the gate has opened meanwhile, the waiter says so."""
+    def _withdraw(self, rank: int, waiter: Waiter, timeout: float) -> str:
+        """Who was missing. If the gate has opened meanwhile, the waiter says so."""
         with self._node.mutex:
-            missing = self._missing()
+            missing = [other for other in self._missing() if other not in self._gave_up]
+            late = not_all_came(missing, self._gave_up, timeout)
             if not waiter.settled and self._waiters.get(rank) is waiter:
                 self._step_back(rank)
 
         self._node.after()
-        return missing
+        return late
 
     def _step_back(self, rank: int) -> None:
         del self._waiters[rank]
         self.standing().discard(rank)
+        self._gave_up.add(rank)
         self._node.tell_all(frame(f"{self.name} gone", rank, self.number))
 
     def _come(self, peer: int, message: Message) -> Iterable[Waiter]:
         rank, number = message.fields
         if number >= self.number:
             self._here.setdefault(number, set()).add(rank)
+            self._gave_up.discard(rank)
 
         return self._moved()
 
@@ -119,6 +123,7 @@ class Gate:
         rank, number = message.fields
         if number >= self.number:
             self._here.setdefault(number, set()).discard(rank)
+            self._gave_up.add(rank)
 
         return ()
 
@@ -128,6 +133,7 @@ class Gate:
         while len(self.standing()) == self._presence.world_size:
             woken += self.on_opening()
             del self._here[self.number]
+            self._gave_up.clear()
             self.number += 1
             for waiter in self._waiters.values():
                 waiter.done = True

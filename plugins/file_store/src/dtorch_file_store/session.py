@@ -236,8 +236,17 @@ class Session:
         return self._end()
 
     def _on_ending(self, peer: int, message: Message) -> Iterable[Waiter]:
+        died, aborted = message.fields
+        # A process that ends closes its connections one by one, so that this node may hear of it here first. If a
+        # survivor leaves because of it, it must not be taken for the one that is missing.
+        for rank, reason in died:
+            self.presence.die(rank, reason)
+
+        if aborted is not None:
+            self.presence.abort(aborted)
+
         self._said_all.add(peer)
-        return self._end_if_all_is_said()
+        return self._end()
 
     def _left(self, rank: int, borrows: Any, estate: Any) -> list[Waiter]:  # noqa: ANN401
         self.presence.leave(rank)
@@ -255,7 +264,7 @@ class Session:
     def _end(self) -> list[Waiter]:
         if not self._ending:
             self._ending = True
-            self.node.tell_all(frame("ending"))
+            self.node.tell_all(frame("ending", list(self.presence.died.items()), self.presence.aborted))
             if self._silent() and not self.presence.closed.issuperset(self.node.own_ranks):
                 timer = threading.Timer(SETTLING, self._end_now)
                 timer.name, timer.daemon = f"{self.presence.label} ends", True

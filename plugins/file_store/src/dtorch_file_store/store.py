@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
-from dtorch_core.checks import check_device, check_key, check_publish, check_timeout
+from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
@@ -103,14 +103,16 @@ class FileTensorStore(TensorStore):
         self._session.barrier(self.rank, self._seconds(timeout))
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-        where = check_device(f"{self.label}, empty", self.device if device is None else device)
+        call = f"{self.label}, empty({size!r}, {dtype})"
+        sizes = check_empty(call, size, dtype)
+        where = check_device(call, self.device if device is None else device)
         if self._session.node.forked:
-            self._session.check(f"empty({tuple(size)})")
+            self._session.check(f"empty({sizes})")
 
         if where.type == "cpu" and self._shared:
-            return self._session.arena.empty(tuple(size), dtype)
+            return self._session.arena.empty(sizes, dtype)
 
-        return torch.empty(tuple(size), dtype=dtype, device=where)
+        return torch.empty(sizes, dtype=dtype, device=where)
 
     def close(self) -> None:
         self._dropped.detach()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from dtorch_core._text import rank_list, seconds
+from dtorch_core._text import rank_list
 from dtorch_core.errors import AbortedError, ProtocolError, StoreTimeoutError
-from dtorch_core.presence import Failure, Presence, raise_if, settle
+from dtorch_core.presence import Failure, Presence, not_all_came, raise_if, settle
 from dtorch_memory_store.waiting import Waiter, wake
 
 
@@ -20,6 +20,8 @@ class Gate:
         self._elsewhere = elsewhere
         self.here: dict[int, Waiter] = {}
         """The ranks that stand here. Changed in place: others look at it."""
+        self._gave_up: set[int] = set()
+        """Those that have stood here, and stepped back, since it has last opened."""
 
     def pass_through(
         self, rank: int, timeout: float, opening: Callable[[], list[Waiter]], coming: Callable[[], list[Waiter]]
@@ -36,6 +38,7 @@ class Gate:
                 raise ProtocolError(f"{presence.me(rank)}: another thread of this rank is in {self.name}() already")
 
             waiter = self.here[rank] = Waiter(rank)
+            self._gave_up.discard(rank)
             if not self._missing():
                 waiter.done = True
                 woken = opening() + [other for other in self._open() if other is not waiter]
@@ -55,15 +58,15 @@ class Gate:
             waiter.sleep(deadline - time.monotonic())
         finally:
             with presence.mutex:
-                missing = self._missing()
+                missing = [other for other in self._missing() if other not in self._gave_up]
+                late = not_all_came(missing, self._gave_up, timeout)
                 if self.here.get(rank) is waiter:
                     del self.here[rank]
+                    self._gave_up.add(rank)
 
         if not waiter.done:
             raise_if(waiter.error)
-            raise StoreTimeoutError(
-                f"{presence.me(rank)}, {self.name}(): {rank_list(missing)} had not come after {seconds(timeout)}"
-            )
+            raise StoreTimeoutError(f"{presence.me(rank)}, {self.name}(): {late}")
 
     def give_up(self) -> list[Waiter]:
         """Fail the waits that can't end well any more: the waiters to wake. Under the mutex."""
@@ -75,6 +78,7 @@ class Gate:
         for waiter in failed:
             # It no longer stands here: its rank can come back before its thread has woken.
             del self.here[waiter.rank]
+            self._gave_up.add(waiter.rank)
 
         return failed
 
@@ -84,6 +88,7 @@ class Gate:
     def _open(self) -> list[Waiter]:
         waiters = list(self.here.values())
         self.here.clear()
+        self._gave_up.clear()
         for waiter in waiters:
             waiter.done = True
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
 from dtorch_core._memory import own_bytes
-from dtorch_core.checks import check_device, check_key, check_publish, check_timeout
+from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
 from dtorch_memory_store.keys import Publication
@@ -100,8 +100,10 @@ class MemoryTensorStore(TensorStore):
         self._session.barrier(self.rank, self._seconds(timeout))
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-        where = self.device if device is None else check_device(f"{self.label}, empty", device)
-        return torch.empty(tuple(size), dtype=dtype, device=where)
+        call = f"{self.label}, empty({size!r}, {dtype})"
+        sizes = check_empty(call, size, dtype)
+        where = self.device if device is None else check_device(call, device)
+        return torch.empty(sizes, dtype=dtype, device=where)
 
     def close(self) -> None:
         self._dropped.detach()
