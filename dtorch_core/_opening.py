@@ -67,6 +67,8 @@ class Request:
     """How messages call what is opened, where that is not its own kind and name."""
     opener: str = ""
     """The backend whose factory asked for this opening, as messages call it."""
+    known: Topology | None = None
+    """Where the ranks are, if they have met before: the end of one is seen from the start."""
 
 
 def open_backend(
@@ -80,6 +82,7 @@ def open_backend(
     rendezvous: Board | dist.Store | str | None,
     backend: str | None,
     timeout: float,
+    known: Topology | None = None,
 ) -> Any:  # noqa: ANN401 - whatever ``wrap`` gives
     """Meet the other ranks, choose a backend with them, and build this rank's handle.
 
@@ -93,14 +96,17 @@ def open_backend(
     carrier = connect(rendezvous, rank, world_size, timeout)
     label = f"open_{kind}({name!r}) at {carrier.place}"
     meeting = Meeting(carrier, label, _path(kind, name), rank, world_size, timeout, started)
-    return _open(Request(kind, name, wrap, member, world_size, backend, timeout, label), meeting)
+    return _open(Request(kind, name, wrap, member, world_size, backend, timeout, label, known=known), meeting)
 
 
 def _open(request: Request, meeting: Meeting, *, outermost: bool = True) -> Any:  # noqa: ANN401 - whatever ``wrap`` gives
     # What raises in here on one rank ends the meeting's steps on all of them.
     with meeting:
+        if outermost and request.known is not None:
+            meeting.watch(request.known)
+
         topology = _meet(request, meeting)
-        if outermost:
+        if outermost and request.known is None:
             meeting.watch(topology)
 
         selection, token = _agree(request, meeting, topology)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -32,6 +33,7 @@ from dtorch_core._shapes import (
     read,
     write,
 )
+from dtorch_core._topology import Topology
 from dtorch_core._work import Work
 from dtorch_core.checks import check_written
 from dtorch_core.errors import PluginError, StoreTimeoutError
@@ -54,7 +56,7 @@ class ThreadGroup(GroupCalls):
 
     def __init__(self, process_group: dist.ProcessGroup, ctx: BackendContext) -> None:
         super().__init__(process_group, ctx)
-        self._board = ctx._board
+        self._board, self._topology = ctx._board, ctx.topology
         self._scope = _scope.current()
         self._splits = itertools.count()
         self._closed = False
@@ -405,15 +407,19 @@ class ThreadGroup(GroupCalls):
             return None
 
         with _scope.within(self._scope):  # whichever thread of the rank asked
-            return open_group(
+            group: ThreadGroup = open_backend(
+                "group",
                 f"{self.name}/{number}{members}",
+                _wrapped,
                 rank=members.index(self.rank),
                 world_size=len(members),
                 device=self.device,
-                rendezvous=self._board.under("split"),  # type: ignore[arg-type]  # as the core's own openings do
+                rendezvous=self._board.under("split"),
                 backend=self.backend if self.selection.asked_by == "argument" else None,
                 timeout=self.timeout,
+                known=Topology(replace(self._topology[rank], rank=index) for index, rank in enumerate(members)),
             )
+            return group
 
     def abort(self, reason: str = "", *, died: bool = False) -> None:
         """Wake every rank from every call of this group, now and later, with :class:`AbortedError`.

@@ -49,11 +49,20 @@ class Rank:
         else:
             self.store = open_store(name, backend="file", **given)
 
-    def dies_opening(self, where, first, *opening):
-        """Open it, and be killed at a place on the way: a function, called with this ``first`` argument if one is said.
+    def split(self, members):
+        self.group.split(members).close()
 
-        Answers just before.
-        """
+    def dies_opening(self, where, first, *opening):
+        """Open it, and be killed at a place on the way: see :meth:`_dies_at`."""
+        self._dies_at(where, first)
+        self.open(*opening)
+
+    def dies_splitting(self, where, first, members):
+        self._dies_at(where, first)
+        self.split(members)
+
+    def _dies_at(self, where, first):
+        """Be killed in a function, called with this ``first`` argument if one is said. Answers just before."""
 
         def die(*given, **named):
             if first and first not in given[:2]:
@@ -70,7 +79,6 @@ class Rank:
 
         function = getattr(place, name)
         setattr(place, name, die)
-        self.open(*opening)
 
     def close(self):
         begun = time.monotonic()

@@ -453,6 +453,24 @@ class TestKillWhileOpening:
         assert max(took) < LATEST
         self.nothing_is_left(ranks, 1, "group")
 
+    @pytest.mark.parametrize("step", ["members", "choice", "ready"])
+    def test_splitting_a_group(self, ranks, step):
+        """Its ranks know each other: nobody has to be told first who they are."""
+        processes = ranks.opened(3, "group")
+        for rank, process in enumerate(processes):
+            command = ("dies_splitting", "dtorch_core._meeting:Meeting.exchange", step) if rank == 2 else ("split",)
+            process.tell(*command, [2, 0, 1])
+
+        at = processes[2].answer()["at"]
+        for process in processes[:2]:
+            answer = process.answer()
+            assert answer.get("error") == "PeerLostError", answer
+            assert f"(pid {processes[2].pid})" in answer["text"], answer["text"]
+            assert answer["at"] - at < LATEST
+            process.do("close")
+
+        self.nothing_is_left(ranks, 2, "group")
+
     @pytest.mark.parametrize("kind", ["store", "group"])
     def test_rank_that_serves_the_rendezvous(self, ranks, kind):
         with socket.socket() as probe:
