@@ -448,6 +448,11 @@ class TestReport:
         assert main(["doctor"]) == 1
         assert f"DtorchError: the folder for sessions, {base}, belongs to the user" in capsys.readouterr().out
 
+    def test_doctor_names_a_folder_that_can_not_be_made(self, monkeypatch, capsys):
+        monkeypatch.setenv(VARIABLE, "/proc/nope")
+        assert main(["doctor"]) == 1
+        assert "DtorchError: the folder for sessions, /proc/nope, can't be made or written" in capsys.readouterr().out
+
     def test_says_where_there_is_none(self, base):
         (line,) = report()
         assert line.startswith(f"no session of this user in {base} or ")

@@ -190,6 +190,9 @@ def report() -> list[str]:
     base = _base()
     if os.path.lexists(base):
         _check_own(base)
+    else:  # as an opening would
+        with _made_or_said(base):
+            os.makedirs(base, mode=0o700, exist_ok=True)
 
     lines = [f"removed: session {session}" for session in clean_dead()]
     for session in sessions():
@@ -252,7 +255,7 @@ def _made_or_said(path: str) -> Iterator[None]:
         raise DtorchError(
             f"the folder for sessions, {path}, can't be made or written: {error.strerror}; set {VARIABLE} to a folder "
             f"on a disk that has room and can be written"
-        ) from error
+        ) from None
 
 
 def _tokens(base: str) -> list[str]:

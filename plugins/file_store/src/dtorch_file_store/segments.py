@@ -135,7 +135,10 @@ class Mapping:
 
             buffer, _ = _map(fd, size)
         except OSError as error:
-            raise DtorchError(f"{what} can't be mapped: {error.strerror}") from error
+            raise DtorchError(
+                f"{what} can't be mapped: {error.strerror}; raise the limit of this process's memory (ulimit -v), or "
+                f"publish less at a time"
+            ) from error
         finally:
             os.close(fd)
 

@@ -134,7 +134,7 @@ class FileTensorStore(TensorStore):
         stream: torch.cuda.Stream | None = None,
     ) -> Ticket:
         if self._session.node.forked:
-            self._session.check(f"post({key!r})")
+            self._session.check(f"rank {self.rank}, {key}")  # a group's: "collective #1"
 
         joint, offer = self._session.joint, Offer(self.rank, note, tuple(tensors))
         if tensors and tensors[0].is_cuda:
