@@ -390,7 +390,7 @@ class TestEmpty:
             with pytest.raises(error, match=text) as raised:
                 store.empty(size, dtype=dtype)
 
-            assert str(raised.value).startswith("store 'own', empty(")
+            assert str(raised.value).startswith("store 'own', empty: ")
 
         on_ranks(body, world_size)
 

@@ -103,7 +103,7 @@ class FileTensorStore(TensorStore):
         self._session.barrier(self.rank, self._seconds(timeout))
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-        call = f"{self.label}, empty({size!r}, {dtype})"
+        call = f"{self.label}, empty"
         sizes = check_empty(call, size, dtype)
         where = check_device(call, self.device if device is None else device)
         if self._session.node.forked:

@@ -100,7 +100,7 @@ class MemoryTensorStore(TensorStore):
         self._session.barrier(self.rank, self._seconds(timeout))
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-        call = f"{self.label}, empty({size!r}, {dtype})"
+        call = f"{self.label}, empty"
         sizes = check_empty(call, size, dtype)
         where = self.device if device is None else check_device(call, device)
         return torch.empty(sizes, dtype=dtype, device=where)
