@@ -65,7 +65,10 @@ class Ticket(ABC):
 
     @abstractmethod
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the work is done or failed; at once if it is."""
+        """Call ``callback`` once the work is done or failed; at once if it is.
+
+        It may be called in any rank's thread, and must wait for nothing.
+        """
 
 
 def copy_of(error: BaseException) -> BaseException:

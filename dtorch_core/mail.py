@@ -48,7 +48,10 @@ class Receipt(ABC):
 
     @abstractmethod
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the message is here, or can't come any more."""
+        """Call ``callback`` once the message is here, or can't come any more.
+
+        It may be called in any rank's thread, and must wait for nothing.
+        """
 
 
 class FourStepMail:
