@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from dtorch_core import _parcel
+from dtorch_core import _parcel, _rank_signals
 from dtorch_core._authority import use_backend
 from dtorch_core._line import Line, Word
 from dtorch_core._rank_context import RankContext
@@ -64,6 +64,7 @@ def main(end: socket.socket, plan: Plan, _: object) -> None:
     """Run the plan's ranks. Their work comes by the line."""
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the caller as well, and it ends its ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _rank_signals.outlive_handled()
     multiprocessing.set_start_method(plan.start_method, force=True)  # a spawned process would spawn, unasked
     gc.freeze()  # what has been imported lasts anyway; to look through it once more at the end takes half a second
     caller = _Caller(Line(end, waits=True), plan)

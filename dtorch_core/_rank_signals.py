@@ -17,6 +17,8 @@ from dtorch_core._shared_patch import SharedPatch, replace
 _KEY = "signals"
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM")
 _scopes: list[Scope] = []
+_outlived: set[int] | None = None
+"""Signals that ranks have had handlers for, in a process that is theirs alone."""
 
 
 def _handlers() -> dict[int, Any] | None:
@@ -31,7 +33,7 @@ def _install(stack: ExitStack) -> None:
             number = getattr(signal, name)
             before = signal.signal(number, _passed_on)
             _before[number] = before
-            stack.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
+            stack.callback(_restore, number, signal.SIG_DFL if before is None else before)
 
     def set_handler(number: int, handler: Any) -> Any:  # noqa: ANN401
         own = _handlers()
@@ -40,6 +42,9 @@ def _install(stack: ExitStack) -> None:
 
         before = own.get(number, _before.get(number, signal.SIG_DFL))
         own[number] = handler
+        if _outlived is not None and callable(handler):
+            _outlived.add(number)
+
         return before
 
     def get_handler(number: int) -> Any:  # noqa: ANN401
@@ -52,6 +57,19 @@ def _install(stack: ExitStack) -> None:
 
 _before: dict[int, Any] = {}
 """The process's handlers."""
+
+
+def outlive_handled() -> None:
+    """This process is its ranks' alone: once they have ended, a signal that they had a handler for does not kill it.
+
+    It may come late: a peer that has heard it has told them to end.
+    """
+    global _outlived
+    _outlived = set()
+
+
+def _restore(number: int, before: Any) -> None:  # noqa: ANN401
+    signal.signal(number, signal.SIG_IGN if _outlived is not None and number in _outlived else before)
 
 
 def _passed_on(number: int, frame: FrameType | None) -> None:

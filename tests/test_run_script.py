@@ -402,6 +402,21 @@ class TestSignals:
             assert started.returncode == 128 + signal.SIGTERM
             assert "SIGTERM" in err
 
+    def test_a_signal_that_comes_late_kills_no_rank_that_has_a_handler(self, tmp_path):
+        """A peer may have ended because of it; and Python takes handlers back while it ends."""
+        text = f"""
+        import atexit, os, signal
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        left = {str(tmp_path / "left")!r}
+        atexit.register(lambda: open(left, "w").write(f"{{signal.getsignal(signal.SIGTERM)!r}}"))
+        """
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(text))
+        command = [sys.executable, "-m", "dtorch_core", "run", "--nproc", "1", "--ranks-as", "processes", str(script)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        assert ran.returncode == 0, ran.stderr
+        assert "SIG_IGN" in (tmp_path / "left").read_text()
+
     def test_a_signal_that_ranks_have_handled_is_not_the_status(self, tmp_path):
         text = """
         import signal, sys, threading
