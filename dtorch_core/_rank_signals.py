@@ -83,6 +83,9 @@ def _passed_on(number: int, frame: FrameType | None) -> None:
     if found and all(handler != signal.SIG_DFL for _, handler in found):
         return
 
+    if not found and _outlived is not None and number in _outlived:
+        return
+
     before = _before.get(number, signal.SIG_DFL)
     if callable(before):
         before(number, frame)

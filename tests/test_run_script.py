@@ -405,8 +405,15 @@ class TestSignals:
     def test_a_signal_that_comes_late_kills_no_rank_that_has_a_handler(self, tmp_path):
         """A peer may have ended because of it; and Python takes handlers back while it ends."""
         text = f"""
-        import atexit, os, signal
+        import atexit, os, signal, threading
         signal.signal(signal.SIGTERM, lambda number, frame: None)
+        rank = threading.current_thread()
+
+        def late():
+            rank.join()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=late).start()
         left = {str(tmp_path / "left")!r}
         atexit.register(lambda: open(left, "w").write(f"{{signal.getsignal(signal.SIGTERM)!r}}"))
         """
