@@ -59,32 +59,6 @@ def test_handle_collected_while_its_memory_grows(monkeypatch):
     assert any(collected)
 
 
-@pytest.mark.usefixtures("node_each")
-def test_handle_collected_under_a_lock_that_a_callback_takes():
-    lock, over, took = threading.Lock(), threading.Event(), []
-
-    def body(ctx):
-        store = ctx.open_store("own", backend="file", timeout=LIMIT)
-        store.barrier()
-        if store.rank == 0:
-
-            def callback():
-                took.append(lock.acquire(timeout=LIMIT))
-                over.set()
-
-            store.expect(1, 0).add_done_callback(callback)
-            cycle = [store]
-            cycle.append(cycle)
-            del store, cycle
-            with lock:
-                gc.collect()
-
-        assert over.wait(2 * LIMIT)
-
-    run_ranks(body, 2, 4 * LIMIT)
-    assert took == [True]
-
-
 def test_segment_collected_while_memory_is_refused(monkeypatch):
     monkeypatch.setenv(VARIABLE, str(headroom.BUDGET.held + 8 * MIB))
     segment, text = Segment(0, 4 * MIB), headroom.size_text

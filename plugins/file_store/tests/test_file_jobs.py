@@ -140,38 +140,3 @@ def test_job_may_wait_for_the_work_in_whose_midst_it_came():
             return waited
 
     assert run_ranks(body, 2, 2 * LIMIT) == [["at it", None]] * 2
-
-
-@pytest.mark.parametrize("when", ["one by one", "all before"])
-def test_chain_of_callbacks_may_be_long(when):
-    """Each listens for the next message, and sends one: they are called one after the other, not one in the other."""
-    count = 1500
-
-    def body(ctx):
-        with ctx.open_store("own", backend="file", timeout=LIMIT) as store:
-            other, taken, over = 1 - store.rank, [], threading.Event()
-
-            def take(receipt):
-                taken.append(receipt.wait(0)[0].item())
-                if len(taken) == count:
-                    over.set()
-                    return
-
-                listen()
-                if when == "one by one":
-                    store.send(torch.tensor(len(taken)), other, 1)
-
-            def listen():
-                receipt = store.expect(other, 1)
-                receipt.add_done_callback(lambda: take(receipt))
-
-            for number in range(count if when == "all before" else 1):
-                store.send(torch.tensor(number), other, 1)
-
-            store.barrier()
-            listen()
-            assert over.wait(LIMIT), len(taken)
-            store.barrier()
-            return taken
-
-    assert run_ranks(body, 2, 2 * LIMIT) == [list(range(count))] * 2

@@ -314,33 +314,6 @@ class TestKeys:
 
 @pytest.mark.usefixtures("node_each")
 class TestWhoIsNamed:
-    @pytest.mark.parametrize("gate", ["barrier", "reset"])
-    @pytest.mark.parametrize("homes", [[0, 1, 2, 3], [0] * 4], ids=["processes", "threads"])
-    def test_who_gave_up_a_moment_earlier_is_not_missing(self, gate, homes, monkeypatch):
-        monkeypatch.setattr(HOMES, lambda topology: homes)
-        turns = [threading.Event() for _ in range(3)]
-
-        def body(store):
-            if store.rank == 3:
-                assert turns[2].wait(LIMIT)
-                return ""
-
-            if store.rank:
-                assert turns[store.rank - 1].wait(LIMIT)
-                store._session.node.look()
-
-            with pytest.raises(StoreTimeoutError) as raised:
-                getattr(store, gate)(timeout=0.05)
-
-            turns[store.rank].set()
-            assert turns[2].wait(LIMIT)
-            return str(raised.value)
-
-        said = on_ranks(body, 4)
-        assert "rank 1, rank 2, rank 3 had not come after 0.05 s" in said[0]
-        assert said[1].endswith(f"{gate}(): rank 2, rank 3 had not come after 0.05 s")
-        assert said[2].endswith(f"{gate}(): rank 3 had not come after 0.05 s")
-
     def test_survivor_that_leaves_is_not_taken_for_the_one_that_was_lost(self):
         """It hears of the death before this node does, which then hears of both at once."""
         stands = threading.Event()

@@ -280,34 +280,6 @@ class TestLeaving:
         gone = threading.Event()
         run_ranks(rank, 2, 2 * LIMIT)
 
-    def test_handle_collected_under_a_lock_that_a_callback_takes(self):
-        def rank(ctx):
-            store = ctx.open_store("own", backend="memory", timeout=LIMIT)
-            store.barrier()
-            if store.rank == 0:
-
-                def callback():
-                    took.append(lock.acquire(timeout=LIMIT))
-                    over.set()
-
-                store.expect(1, 0).add_done_callback(callback)
-                cycle = [store]
-                cycle.append(cycle)
-                del store, cycle
-                with lock:
-                    gc.collect()
-
-            assert over.wait(2 * LIMIT)
-
-        lock, over, took = threading.Lock(), threading.Event(), []
-        gc.disable()
-        try:
-            run_ranks(rank, 2, 4 * LIMIT)
-        finally:
-            gc.enable()
-
-        assert took == [True]
-
     def test_handle_collected_while_the_session_is_busy_does_not_deadlock(self):
         """The garbage collector runs in any thread, also in one that holds the session's mutex."""
 
@@ -506,28 +478,6 @@ class TestMessages:
 
         on_ranks(body, 2)
 
-    @pytest.mark.parametrize("gate", ["barrier", "reset"])
-    def test_who_gave_up_a_moment_earlier_is_not_missing(self, gate):
-        turns = [threading.Event() for _ in range(3)]
-
-        def body(store):
-            if store.rank == 3:
-                assert turns[2].wait(LIMIT)
-                return ""
-
-            assert store.rank == 0 or turns[store.rank - 1].wait(LIMIT)
-            with pytest.raises(StoreTimeoutError) as raised:
-                getattr(store, gate)(timeout=0.05)
-
-            turns[store.rank].set()
-            assert turns[2].wait(LIMIT)
-            return str(raised.value)
-
-        said = on_ranks(body, 4)
-        assert "rank 1, rank 2, rank 3 had not come after 0.05 s" in said[0]
-        assert said[1].endswith(f"{gate}(): rank 2, rank 3 had not come after 0.05 s")
-        assert said[2].endswith(f"{gate}(): rank 3 had not come after 0.05 s")
-
     def test_late_get_says_that_the_shares_are_taken(self):
         def body(store):
             if store.rank == 0:
@@ -578,38 +528,3 @@ class TestOpening:
             store.dest_get_to_device("k", "cpu")
             store.src_wait_until_get_finished("k")
             assert sys.getrefcount(tensor) == count
-
-
-@pytest.mark.parametrize("when", ["one by one", "all before"])
-def test_chain_of_callbacks_may_be_long(when):
-    """Each listens for the next message, and sends one: they are called one after the other, not one in the other."""
-    count = 1500
-
-    def body(ctx):
-        with ctx.open_store("own", backend="memory", timeout=LIMIT) as store:
-            other, taken, over = 1 - store.rank, [], threading.Event()
-
-            def take(receipt):
-                taken.append(receipt.wait(0)[0].item())
-                if len(taken) == count:
-                    over.set()
-                    return
-
-                listen()
-                if when == "one by one":
-                    store.send(torch.tensor(len(taken)), other, 1)
-
-            def listen():
-                receipt = store.expect(other, 1)
-                receipt.add_done_callback(lambda: take(receipt))
-
-            for number in range(count if when == "all before" else 1):
-                store.send(torch.tensor(number), other, 1)
-
-            store.barrier()
-            listen()
-            assert over.wait(LIMIT), len(taken)
-            store.barrier()
-            return taken
-
-    assert run_ranks(body, 2, 2 * LIMIT) == [list(range(count))] * 2

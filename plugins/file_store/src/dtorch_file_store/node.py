@@ -162,24 +162,18 @@ class Node:
         """Do a job now; if this thread is at one, after that. One inside the other would be as deep as there are calls,
         and could wait for what is under it.
         """
-        here = self._here
-        if here.busy:
+        if self._here.busy:
             self.jobs.append(job)
-            return
+        else:
+            self._work_off(job)
 
-        here.busy = True
-        try:
-            job()
-        finally:
-            here.busy = False
-
-        if self.jobs:
-            self._work_off()
-
-    def _work_off(self) -> None:
+    def _work_off(self, first: Callable[[], None] | None = None) -> None:
         here = self._here
         here.busy = True
         try:
+            if first is not None:
+                first()
+
             while self.jobs:
                 try:
                     job = self.jobs.popleft()

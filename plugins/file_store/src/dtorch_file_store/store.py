@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
+from dtorch_core._goodbyes import say_elsewhere
 from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Ticket, Work
@@ -20,9 +20,6 @@ from dtorch_file_store import gpu_values, opening
 from dtorch_file_store.hosted import post_through_host
 from dtorch_file_store.session import Session
 from dtorch_file_store.values import Value, message_value, own_value
-
-_LAST = 5.0
-"""Seconds that the end of the process gives to goodbyes that are being said."""
 
 
 class FileTensorStore(TensorStore):
@@ -209,34 +206,5 @@ class FileTensorStore(TensorStore):
         return check_timeout(f"{self.label}, rank {self.rank}", timeout)
 
 
-_goodbyes: set[threading.Thread] = set()
-"""Of handles that were dropped."""
-
-
 def _dropped(session: Session, rank: int) -> None:
-    # The garbage collector calls this wherever a thread happens to be: under any lock of ours or of the program's. A
-    # goodbye takes locks, waits for threads, and does what jobs there are: so it is another thread's.
-    if not threading.main_thread().is_alive():  # the interpreter ends, and starts none any more
-        session.close(rank)
-        return
-
-    def leave() -> None:
-        try:
-            session.close(rank)
-        finally:
-            _goodbyes.discard(thread)
-
-    thread = threading.Thread(target=leave, name=f"goodbye of rank {rank}", daemon=True)
-    _goodbyes.add(thread)
-    try:
-        thread.start()
-    except RuntimeError:  # there can be no other
-        leave()
-
-
-def _await_goodbyes() -> None:
-    for thread in list(_goodbyes):
-        thread.join(_LAST)
-
-
-atexit.register(_await_goodbyes)
+    say_elsewhere(partial(session.close, rank), f"goodbye of rank {rank}")

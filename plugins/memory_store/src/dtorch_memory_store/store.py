@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
+from dtorch_core._goodbyes import say_elsewhere
 from dtorch_core._memory import own_bytes
 from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout
 from dtorch_core.joint import Offer, Ticket, Work
@@ -156,10 +157,7 @@ class MemoryTensorStore(TensorStore):
 
 
 def _dropped(session: Session, token: str, rank: int) -> None:
-    # The garbage collector calls this wherever a thread happens to be: under any lock of ours or of the program's. A
-    # goodbye takes one, and calls back: so it is another thread's.
-    name = f"goodbye of rank {rank}"
-    threading.Thread(target=_leave, args=(session, token, rank), name=name, daemon=True).start()
+    say_elsewhere(partial(_leave, session, token, rank), f"goodbye of rank {rank}")
 
 
 def _leave(session: Session, token: str, rank: int) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dtorch_core import CollectiveMismatchError, UnsupportedOperationError, UnsupportedTensorError
+from dtorch_core import CollectiveMismatchError, StoreTimeoutError, UnsupportedOperationError, UnsupportedTensorError
 from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket, copy_of
 from dtorch_samedevice_group.options import Options
@@ -128,7 +128,9 @@ class SparseWork(Waited):
         deadline = time.monotonic() + timeout
         self._first.wait(timeout)
         self._go_on()
-        self._begun.wait()  # another thread is at it, which waits for nobody
+        if not self._begun.wait(max(deadline - time.monotonic(), 1.0)):  # another thread is at it, and waits for nobody
+            raise StoreTimeoutError("the counts are here, but this call's second round has not begun in time")
+
         if self._error is not None:
             raise copy_of(self._error)
 
