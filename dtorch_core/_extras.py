@@ -61,6 +61,9 @@ class Companion(Speaks, Protocol):
     def turn(self, call: str, ticket: Ticket | None) -> Any:  # noqa: ANN401 - as Notes, see _order
         """When a call may begin that waits for a ticket, or for earlier calls; None: at once."""
 
+    def limited(self, timeout: float) -> AbstractContextManager[None]:
+        """What is begun under it may take ``timeout`` seconds, and not the group's own."""
+
     def launched(self, call: str, number: int, work: Any) -> None:  # noqa: ANN401 - a ForeignWork
         """A collective has been begun, after all with lower numbers.
 

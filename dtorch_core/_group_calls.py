@@ -146,7 +146,12 @@ class GroupCalls:
         if self._beside is None:
             return launch(seconds), finish
 
-        work = launch(seconds)
+        if seconds == self.timeout:
+            work = launch(seconds)
+        else:
+            with self._beside.limited(seconds):
+                work = launch(seconds)
+
         self._beside.launched(call, number, work)
         return work, finish
 

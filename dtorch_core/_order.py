@@ -2,6 +2,9 @@
 
 Kernels that wait for each other have to be queued in one order on every rank. A call whose sizes are still under way
 would be overtaken by the next one; so that one waits for its turn.
+
+To begin a call may take until every rank begins it: NCCL connects ranks when they first need it. So the thread that
+brings the sizes, which may be any rank's, begins nothing. The thread that waits for the call does, else one of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from dtorch_core._extras import Place, texts_of
+from dtorch_core._futures import settle_after
 from dtorch_core._text import seconds
 from dtorch_core.errors import StoreTimeoutError
 from dtorch_core.joint import Ticket
@@ -31,7 +35,7 @@ class LaunchOrder:
             if ticket is None and not self._turns:
                 return None
 
-            turn = Turn(self, call, ticket)
+            turn = Turn(self, call, ticket, self._lock)
             self._turns.append(turn)
 
         return turn
@@ -61,10 +65,11 @@ class Turn:
 
     place: Place = nullcontext()
 
-    def __init__(self, order: LaunchOrder, call: str, ticket: Ticket | None) -> None:
-        self._order, self._call, self._ticket = order, call, ticket
+    def __init__(self, order: LaunchOrder, call: str, ticket: Ticket | None, lock: threading.Lock) -> None:
+        self._order, self._call, self._ticket, self._lock = order, call, ticket, lock
         self._callback: Callable[[], None] | None = None
         self._come = ticket is None
+        self._waiters = 0
         self.over = threading.Event()
         """The call has begun, or can't."""
 
@@ -83,13 +88,27 @@ class Turn:
 
         :raises StoreTimeoutError: if that is not in ``timeout`` seconds.
         """
-        if self._ticket is not None:
+        if self._ticket is None:
+            if not self.over.wait(timeout):
+                raise StoreTimeoutError(
+                    f"{self._call}: an earlier call of this rank had not begun after {seconds(timeout)}: it waits for "
+                    f"its peers, and calls begin in order"
+                )
+
+            return
+
+        with self._lock:
+            self._waiters += 1
+
+        try:
             self._ticket.wait(timeout)
-        elif not self.over.wait(timeout):
-            raise StoreTimeoutError(
-                f"{self._call}: an earlier call of this rank had not begun after {seconds(timeout)}: it waits for its "
-                f"peers, and calls begin in order"
-            )
+        finally:
+            come = self._ticket.done()
+            with self._lock:
+                self._waiters -= 1
+                self._come = self._come or come
+
+            self._order.advance()
 
     def texts(self) -> Sequence[str]:
         """Every rank's text, in rank order."""
@@ -104,5 +123,9 @@ class Turn:
             self._ticket.add_done_callback(self._has_come)
 
     def _has_come(self) -> None:
-        self._come = True
-        self._order.advance()
+        with self._lock:
+            first, self._come = not self._come, True
+            nobody = first and not self._waiters
+
+        if nobody:
+            settle_after(lambda: None, lambda _, error: self._order.advance(), "begins a call")

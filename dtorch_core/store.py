@@ -149,9 +149,11 @@ class TensorStore(ABC):
         """
         target = check_device(f"dest_get_to_device({key!r})", device)
         side = stream
-        if side is None and target.type == "cpu" and torch.cuda.is_initialized():
-            # The caller's current stream may have much queued that this copy does not depend on.
-            side = torch.cuda.Stream(_cuda_device(self.device))
+        if side is None and torch.cuda.is_initialized():
+            # Not on the current stream of the tensor's GPU, which may be another rank's and wait for this one. To the
+            # CPU not on this rank's either: it may have much queued that this copy does not depend on.
+            mine = _cuda_device(self.device)
+            side = torch.cuda.Stream(mine) if target.type == "cpu" else torch.cuda.current_stream(mine)
 
         tensor = self.dest_get(key, stream=side, timeout=timeout)
         try:

@@ -52,13 +52,26 @@ def copy_to_device(
     if target.type == "cpu":
         return _download(tensor, queue)
 
-    # A stream of the target's device can't queue work of the source's: torch orders the two current streams itself.
-    with torch.cuda.stream(queue):
-        keep_until_done(tensor, queue)
-        copy = tensor.to(target, non_blocking=True, copy=True)  # "cuda" may be the device it is on: copy all the same
+    return _across(tensor, torch.device("cuda", queue.device.index) if target.index is None else target, queue)
+
+
+def _across(tensor: Tensor, target: torch.device, queue: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+    # torch queues a copy to another GPU on the current stream of the tensor's, and then on the target's. The tensor's
+    # may be that of another rank, whose kernels wait for what this rank does next: on a stream of its own, then.
+    side = queue if queue.device == tensor.device else torch.cuda.Stream(tensor.device)
+    if side is not queue:
+        side.wait_stream(queue)
+
+    with torch.cuda.stream(queue), torch.cuda.stream(side):
+        keep_until_done(tensor, side)
+        copy = tensor.to(target, non_blocking=True, copy=True)  # it may be on that very GPU: copy all the same
         event = torch.cuda.Event()
-        event.record(queue)
-        return copy, event
+        event.record(side)
+
+    if side is not queue:
+        queue.wait_event(event)
+
+    return copy, event
 
 
 def _download(tensor: Tensor, queue: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
@@ -83,7 +96,10 @@ def _download(tensor: Tensor, queue: torch.cuda.Stream) -> tuple[Tensor, torch.c
 def _upload(
     tensor: Tensor, target: torch.device, stream: torch.cuda.Stream | None
 ) -> tuple[Tensor, torch.cuda.Event | None]:
-    queue = stream if stream is not None else torch.cuda.current_stream(target)
+    queue = torch.cuda.current_stream(target)
+    if stream is not None and stream.device == queue.device:
+        queue = stream
+
     # Through pinned memory of our own: the source may be rewritten while the transfer still runs. The caching host
     # allocator keeps the staging memory until the stream has read it.
     staging = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -92,6 +108,9 @@ def _upload(
         copy = staging.to(target, non_blocking=True)
         event = torch.cuda.Event()
         event.record(queue)
+
+    if stream is not None and stream is not queue:  # of another GPU
+        stream.wait_event(event)
 
     return copy, event
 

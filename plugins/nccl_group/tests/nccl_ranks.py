@@ -37,6 +37,7 @@ def gloo(*, queued=False):
         QUEUED=queued,
         backend=made,
         connect=lambda backend, device, timeout: None,
+        limit=lambda backend, timeout: None,
         finish=lambda device: None,
     )
 

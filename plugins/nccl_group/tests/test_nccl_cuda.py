@@ -58,6 +58,12 @@ def part(rank, device, *shape):
     return ranks.part(rank, device, *shape)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nccl_is_awake():
+    """What NCCL keeps for the whole process, sockets and pipes, comes with the first group, and not in a test."""
+    on_ranks(lambda group: group.all_to_all(part(group.rank, group.device, 2)))
+
+
 class TestKit(ThreadGroupTests):
     """Every collective, by the kit. Ranks are threads."""
 
@@ -283,6 +289,7 @@ class TestTorchDistributed:
         dist.destroy_process_group(sub)
         return torch.cuda.current_device()
 
+    @pytest.mark.filterwarnings("ignore:barrier\\(\\). using the device under current context:UserWarning")
     def test_programs_run_on_it_as_threads(self):
         assert spawn(self.program, 2, devices=devices(2), torch_distributed=True, timeout=2 * LIMIT) == [0, 1]
 
@@ -306,6 +313,7 @@ class TestProcesses:
         command = [sys.executable, "-P", str(PROGRAM), case, *devices(2)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT)
         assert done.returncode == 0, done.stderr
+        print(done.stderr)
         return done.stdout, time.monotonic() - begun
 
     @pytest.mark.parametrize("case", ["values", "kit"])

@@ -26,7 +26,7 @@ from dtorch_core import (
     spawn,
     use_backend,
 )
-from dtorch_core.testing import ThreadGroupTests, run_ranks
+from dtorch_core.testing import Background, ThreadGroupTests, run_ranks
 
 PROGRAM = Path(__file__).with_name("nccl_ranks.py")
 LIMIT = 20.0
@@ -109,6 +109,40 @@ class TestOrder:
 
         on_ranks(body)
         assert begun == {0: ["gather", "reduce"], 1: ["gather", "reduce"]}
+
+    @pytest.mark.parametrize("how", ["waited for", "left alone"])
+    def test_no_rank_begins_the_call_of_another(self, monkeypatch, how):
+        """NCCL connects two ranks when they first need it: a call then begins on none before it has on all."""
+        beginning, begun = threading.Barrier(2), threading.Barrier(3)
+
+        def connected(original):
+            def call(self, *args, **kwargs):
+                beginning.wait(LIMIT)
+                work = original(self, *args, **kwargs)
+                begun.wait(LIMIT)
+                return work
+
+            return call
+
+        for name in ("alltoall_base", "all_to_all_single"):
+            if hasattr(dist.ProcessGroup, name):
+                monkeypatch.setattr(dist.ProcessGroup, name, connected(getattr(dist.ProcessGroup, name)))
+
+        def body(group):
+            rank = group.rank
+            work = group.all_gather(part(rank, 1 + rank), async_op=True)
+            if how == "left alone" and rank == 0:
+                begun.wait(LIMIT)  # in other threads, since nobody waits here
+            elif how == "waited for":
+                waits = Background(work.wait)
+                if rank == 0:
+                    begun.wait(LIMIT)
+
+                waits.result(LIMIT)
+
+            assert torch.equal(work.result(), torch.cat([part(0, 1), part(1, 2)]))
+
+        on_ranks(body)
 
     def test_call_whose_turn_does_not_come_times_out(self):
         over = threading.Event()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -50,10 +50,13 @@ class NcclCompanion(Endings):
         order: LaunchOrder,
         *,
         finish: Callable[[], None] | None,
+        limit: Callable[[float], None],
     ) -> None:
         """
         :param order: in which the collectives of this rank's GPU begin.
+        :param limit: sets how many seconds calls may take that begin later.
         """
+        self._limit = limit
         self._store = stores[0] if stores is not None else None
         self._order = order
         self._splits = itertools.count()
@@ -78,6 +81,14 @@ class NcclCompanion(Endings):
 
     def turn(self, call: str, ticket: Ticket | None) -> Turn | None:
         return self._order.turn(call, ticket)
+
+    @contextmanager
+    def limited(self, timeout: float) -> Iterator[None]:
+        self._limit(timeout)
+        try:
+            yield
+        finally:
+            self._limit(self._ctx.timeout)
 
     def launched(self, call: str, number: int, work: Any) -> None:  # noqa: ANN401
         self._last = call, work

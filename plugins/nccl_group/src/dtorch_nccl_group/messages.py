@@ -27,11 +27,14 @@ class MessageWork:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the message; on CUDA the current stream is ordered after it."""
-        message, source = self._receipt.wait(self._timeout if timeout is None else timeout.total_seconds())
+        # On a stream of this rank: those of the sender's GPU may be behind kernels that wait for this rank.
+        queue = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        message, source = self._receipt.wait(seconds, queue)
         with self._lock:
             if self._result is None:
                 self._source = source
-                self._result = self._stored(self._here(message), source)
+                self._result = self._stored(self._here(message, queue), source)
                 self._ready = streams.record(self._result)
             else:
                 streams.order_after(self._ready, self._result)  # this thread's stream may be another one
@@ -61,12 +64,12 @@ class MessageWork:
     def _source_rank(self) -> int:
         return self._source
 
-    def _here(self, message: Tensor) -> Tensor:
+    def _here(self, message: Tensor, queue: torch.cuda.Stream | None) -> Tensor:
         if message.device == self._device:
             return message
 
         # It lies on its sender's GPU, and is this rank's: it goes when it has been copied.
-        copy, done = streams.copy_to_device(message, self._device)
+        copy, done = streams.copy_to_device(message, self._device, queue)
         streams.order_after(done, copy)
         return copy
 

@@ -58,6 +58,11 @@ def connect(made: Any, device: torch.device, timeout: float) -> None:  # noqa: A
         made.allreduce([torch.zeros(1, device=device)], opts).wait(timedelta(seconds=timeout))
 
 
+def limit(made: Any, timeout: float) -> None:  # noqa: ANN401
+    """How long kernels may take that are begun from now on. Of a call's own options NCCL's group reads no timeout."""
+    made._set_default_timeout(timedelta(seconds=timeout))
+
+
 def finish(device: torch.device) -> None:
     """Wait on the host until all that is queued on the device is over."""
     torch.cuda.synchronize(device)
