@@ -330,6 +330,7 @@ class TestArguments:
         on_ranks(body)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11 says so, and checks
 class TestSparse:
     """all_reduce of tensors that hold values at some places only; other ones on each rank."""
 
