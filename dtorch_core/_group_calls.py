@@ -14,6 +14,7 @@ from torch import Tensor
 from dtorch_core import _c10d, _notes
 from dtorch_core._context import BackendContext
 from dtorch_core._extras import companion
+from dtorch_core._in_place import InPlace
 from dtorch_core._notes import Notes
 from dtorch_core._order import Turn
 from dtorch_core._selector import spec_of
@@ -70,6 +71,9 @@ class GroupCalls:
         self._beside = companion(process_group)
         self._own_gpu = torch.device(ctx.device) if self._beside is not None and ctx.device != "cpu" else None
         """Where its tensors have to be, if the group would make another communicator for another GPU."""
+        self._in_place = (
+            None if self._beside is None or self._recorder is not None else InPlace(process_group, ctx, self._beside)
+        )
 
     def _run(
         self, call: str, prepare: Callable[[], Prepared[T]], timeout: float | None, async_op: bool

@@ -75,6 +75,10 @@ class ThreadGroup(GroupCalls):
         :param op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor"; torch's ReduceOps stand for them.
         :raises UnsupportedTensorError: if the op has no meaning on this dtype.
         """
+        in_place = self._in_place if out is x and timeout is None and not async_op else None
+        if in_place is not None and in_place.all_reduce(x, op):
+            return x
+
         word = word_of(op)
         call = f"all_reduce({describe(x)}, {word})"
 
@@ -84,7 +88,11 @@ class ThreadGroup(GroupCalls):
             memory = _started_from(self._label(call), out, x)
             return lambda s: _c10d.all_reduce(self.process_group, memory.tensor, word, s), memory.result
 
-        return self._run(call, prepare, timeout, async_op)
+        result = self._run(call, prepare, timeout, async_op)
+        if in_place is not None:
+            in_place.learn(x, word, call)
+
+        return result
 
     def reduce(
         self,
