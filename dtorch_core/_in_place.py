@@ -56,9 +56,6 @@ class InPlace:
                 self._known.clear()
 
             options = _c10d.options("AllreduceOptions", self._timeout, op=how.op)
-            if hasattr(options, "asyncOp"):
-                options.asyncOp = False  # on the current stream, which needs no events then
-
             self._known[op, x.dtype, x.shape] = _Known(call, options)
 
     def all_reduce(self, x: Tensor, op: object) -> bool:

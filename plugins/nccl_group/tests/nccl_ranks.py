@@ -124,6 +124,7 @@ def killed(ctx):
     """The last rank is killed inside a collective; the others name it, at once."""
     with opened(ctx) as group:
         group.all_reduce(part(ctx.rank, ctx.device, 4))
+        group.barrier()  # until all have begun it: on a GPU it may have returned already
         if ctx.rank == ctx.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -61,7 +61,7 @@ def part(rank, device, *shape):
 @pytest.fixture(scope="module", autouse=True)
 def nccl_is_awake():
     """What NCCL keeps for the whole process, sockets and pipes, comes with the first group, and not in a test."""
-    on_ranks(lambda group: group.all_to_all(part(group.rank, group.device, 2)))
+    on_ranks(lambda group: group.all_to_all(part(group.rank, group.device, 2), 0, 0))
 
 
 class TestKit(ThreadGroupTests):
