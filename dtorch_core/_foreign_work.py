@@ -30,9 +30,13 @@ class ForeignWork:
         written: Sequence[Tensor] = (),
         *,
         lazy: bool = False,
+        one_sided: Sequence[Tensor] | None = None,
     ) -> None:
         """
         :param lazy: the work ends while somebody waits for it, and not otherwise.
+        :param one_sided: given for a call in which this rank has tensors on one side only, a scatter or a gather of
+            another rank's: its outputs. NCCL's future of such a work holds an undefined tensor, and nobody can wait for
+            it: what stands for it is ordered on the stream of who asks.
         """
         self._work, self._timeout, self._cuda, self._steps, self._written = work, timeout, cuda, steps, written
         self._inference = torch.is_inference_mode_enabled() if steps else False
@@ -40,11 +44,11 @@ class ForeignWork:
         self._lock = threading.Lock()
         self._stored: list[torch.cuda.Event | None] | None = None
         self._waited, self._lazy = False, lazy
+        self._one_sided, self._tensors = one_sided is not None, one_sided or ()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As c10d's; may be called again, from any stream."""
         began = self._began if timeout is None else time.monotonic()
-        limit = self._timeout if timeout is None else timeout.total_seconds()
         try:
             if timeout is None or self._cuda:
                 self._work.wait()  # with a time, NCCL's would block the host until the GPU is done
@@ -54,12 +58,15 @@ class ForeignWork:
             raise
         except RuntimeError as error:
             # c10d has no error of its own for this, and its texts differ from group to group. Its clocks start earlier.
+            limit = self._timeout if timeout is None else timeout.total_seconds()
             if time.monotonic() - began < 0.9 * limit:
                 raise
 
             raise StoreTimeoutError(f"not every rank had come after {seconds(limit)}: {error}") from error
 
-        self._store()
+        if self._steps:
+            self._store()
+
         self._waited = True
         return True
 
@@ -77,13 +84,9 @@ class ForeignWork:
             self._work.wait(timedelta(seconds=max(0.001, self._began + self._timeout - time.monotonic())))
             return
 
-        # Not its wait(), which lets go of the tensors that the kernel still reads. The kernel ends in any case: torch's
-        # watchdog ends it at its deadline.
-        side = torch.cuda.Stream(device)
-        with torch.cuda.stream(side):
-            self._work.get_future().wait()
-
-        side.synchronize()
+        # Not its wait(), which lets go of the tensors that the kernel still reads, and not its future, which some of
+        # NCCL's calls have none of. The kernel ends in any case: torch's watchdog ends it at its deadline.
+        torch.cuda.synchronize(device)
         # One that the watchdog has ended looks as if it had gone well, but for this.
         if hasattr(self._work, "get_future_result"):
             told = self._work.get_future_result()
@@ -103,8 +106,17 @@ class ForeignWork:
         if self._lazy:
             return future_of(self.wait, "waits for a work")
 
+        if self._cuda and self._one_sided:
+            self.wait()
+            devices = [tensor.device for tensor in self._tensors]
+            done: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)  # type: ignore[arg-type]
+            done.set_result(list(self._tensors))
+            return done
+
         def store(future: torch.futures.Future[Any]) -> Any:  # noqa: ANN401
-            self._store()
+            if self._steps:
+                self._store()
+
             return future.value()
 
         return self._work.get_future().then(store)
@@ -113,9 +125,6 @@ class ForeignWork:
         return self._work._source_rank()
 
     def _store(self) -> None:
-        if not self._steps:
-            return
-
         with self._lock:
             if self._stored is None:
                 with torch.inference_mode(self._inference):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,25 +69,26 @@ class InPlace:
             return False
 
         call, options = known
-        beside, timeout, cuda = self._beside, self._timeout, self._cuda
+        beside = self._beside
         number = beside.begin(call, collective=True)
-
-        def start(_: Sequence[str]) -> Started[None]:
-            work: Any = ForeignWork(self._backend.allreduce([x], options), timeout, cuda)
-            beside.launched(call, number, work)
-            return work, _nothing
-
         turn = beside.turn(call, None)
         if turn is not None:
-            Work(call, turn, start, timeout, self._device, None, beside).wait()
+            begin = partial(self._begun, x, call, options, number)
+            Work(call, turn, begin, self._timeout, self._device, None, beside).wait()
             return True
 
         try:
-            start(())[0].wait(self._limit)
+            work, _ = self._begun(x, call, options, number, ())
+            work.wait(self._limit)
         except Exception as error:
             raise beside.explain(call, error) from error.__cause__
 
         return True
+
+    def _begun(self, x: Tensor, call: str, options: Any, number: int, _: Sequence[str]) -> Started[None]:  # noqa: ANN401
+        work: Any = ForeignWork(self._backend.allreduce([x], options), self._timeout, self._cuda)
+        self._beside.launched(call, number, work)
+        return work, _nothing
 
     def _fits(self, x: Tensor) -> bool:
         """It is where the group works, and lies there as the group reads it. Of a dtype that has no lazy bits."""

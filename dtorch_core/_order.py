@@ -31,10 +31,10 @@ class LaunchOrder:
 
     def turn(self, call: str, ticket: Ticket | None) -> Turn | None:
         """A place in the order; None if there is nothing to wait for."""
-        with self._lock:
-            if ticket is None and not self._turns:
-                return None
+        if ticket is None and not self._turns:
+            return None
 
+        with self._lock:
             turn = Turn(self, call, ticket, self._lock)
             self._turns.append(turn)
 

@@ -45,6 +45,7 @@ class StandIns:
         self.cuda = False
 
     def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self.cuda = self.cuda or any(tensor.is_cuda for tensor in tensors)
         return [as_carried(plain(tensor)) for tensor in tensors]
 
     def outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:

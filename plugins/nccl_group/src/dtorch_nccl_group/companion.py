@@ -97,9 +97,10 @@ class NcclCompanion(Endings):
             rank, text = self._refused[number]
             self._end(self._mismatch(rank, text))
 
-        for rank, last in list(self._left.items()):  # since this call was counted
-            if last < number:
-                self._end(self._without(rank))
+        if self._left:  # since this call was counted
+            for rank, last in list(self._left.items()):
+                if last < number:
+                    self._end(self._without(rank))
 
         if self._over is not None:  # it came meanwhile, and this kernel may wait for ever
             self._abort_backend()

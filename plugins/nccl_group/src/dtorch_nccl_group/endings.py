@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from dtorch_core import (
     TensorStore,
 )
 from dtorch_core._foreign_work import Over
+from dtorch_nccl_group import traffic
 from dtorch_nccl_group.calls import Calls
 from dtorch_nccl_group.letters import TAG, Letters, Words
 
@@ -105,7 +107,7 @@ class Endings(ABC):
         # Where everything is over, here and where it is read from, an abort loses nothing. NCCL's orderly end waits for
         # all ranks of this host, and is for those who may have called what was not seen.
         if graceful and (self._serves_torch or not self.talks or not self._queued):
-            self._in_a_thread(self._backend.shutdown)
+            self._in_a_thread(partial(_shut_down, self._backend))
         else:
             self._abort_backend()
 
@@ -180,7 +182,8 @@ class Endings(ABC):
             finishing.start()
             finishing.join(SETTLING)
 
-        backend.abort()
+        with traffic.HERE.ending():
+            backend.abort()
 
     def _in_a_thread(self, end: Callable[[], None]) -> None:
         name = f"{self._ctx.name} ends NCCL"
@@ -266,6 +269,11 @@ class Endings(ABC):
 
     def _label(self, call: str) -> str:
         return f"group {self._ctx.name!r}, rank {self._ctx.rank}, {call}"
+
+
+def _shut_down(backend: Any) -> None:  # noqa: ANN401
+    with traffic.HERE.ending():
+        backend.shutdown()
 
 
 def _quietly(call: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from dtorch_core import BackendContext, TensorStore, explain
 from dtorch_core._extras import accompany
 from dtorch_core._order import LaunchOrder
 from dtorch_nccl_group import torch_nccl as nccl
+from dtorch_nccl_group import traffic
 from dtorch_nccl_group.companion import NcclCompanion
 
 _lock = threading.Lock()
@@ -46,7 +47,9 @@ def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None)
     beside = NcclCompanion(ctx, stores, made, _order(ctx), finish=finish, limit=limit)
     accompany(group, beside)
     try:
-        nccl.connect(made, device, ctx.timeout)
+        with traffic.HERE.making():
+            nccl.connect(made, device, ctx.timeout)
+
     except Exception as error:
         beside.abort(f"rank {ctx.rank} could not connect: {error}", died=True)
         raise beside.explain("connecting", error) from error
