@@ -17,7 +17,9 @@ from dtorch_core._shapes import describe
 from dtorch_core.declared import Place, Result, Shapes
 from dtorch_core.joint import Offer
 from dtorch_core.reduction import Rule
+from dtorch_samedevice_group import fused
 from dtorch_samedevice_group.blocks import Job, Task, Tensors, copies, share
+from dtorch_samedevice_group.recipes import recipe
 
 
 class Collective(NamedTuple):
@@ -43,10 +45,14 @@ def nothing() -> Collective:
 
 def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
     """Each rank's tensors are replaced by their reduction over the ranks."""
-    do = partial(_reduce_in_place, rule, factor)
+    do, how = partial(_reduce_in_place, rule, factor), recipe(rule, factor)
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        return share(_by_position(offers), do)
+        jobs = _by_position(offers)
+        if how is not None and jobs and fused.takes(jobs[0][0]):
+            jobs = [job for job in jobs if not fused.reduce(how, job, job)]
+
+        return share(jobs, do)
 
     def results(shapes: Shapes) -> Sequence[Result]:
         return [Result(column, column, rule, factor) for column in _columns(shapes)]
@@ -56,9 +62,13 @@ def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
 
 def reduce(rule: Rule, root: int, factor: float | None = None) -> Collective:
     """The root's tensor is replaced by the reduction; the others' are left alone."""
+    how = recipe(rule, factor)
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         (inputs,) = _by_position(offers)
+        if how is not None and fused.takes(inputs[0]) and fused.reduce(how, inputs, [inputs[root]]):
+            return ()
+
         return share([(inputs[root], *inputs)], partial(_reduce_out, rule, factor))
 
     def results(shapes: Shapes) -> Sequence[Result]:
@@ -70,10 +80,14 @@ def reduce(rule: Rule, root: int, factor: float | None = None) -> Collective:
 
 def reduce_scatter(rule: Rule, factor: float | None = None) -> Collective:
     """Rank r offers its output, then its input for each rank; output r is the reduction of every rank's input r."""
+    how = recipe(rule, factor)
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         ranks = [offer.tensors for offer in offers]
-        jobs = [(mine[0], *[theirs[number] for theirs in ranks]) for number, mine in enumerate(ranks, 1)]
+        jobs: Sequence[Job] = [(mine[0], *[theirs[number] for theirs in ranks]) for number, mine in enumerate(ranks, 1)]
+        if how is not None and fused.takes(jobs[0][0]):
+            jobs = fused.reduce_each(how, jobs)
+
         return share(jobs, partial(_reduce_out, rule, factor))
 
     def results(shapes: Shapes) -> Sequence[Result]:
@@ -87,6 +101,10 @@ def all_gather() -> Collective:
     """Rank r offers its output for each rank, then its input; every rank's output s is rank s's input."""
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
+        if fused.takes(offers[0].tensors[-1]):
+            ranks = [offer.tensors for offer in offers]
+            return _spread([(mine[-1], *[theirs[number] for theirs in ranks]) for number, mine in enumerate(ranks)])
+
         outputs = [tensor for offer in offers for tensor in offer.tensors[:-1]]
         return copies(outputs, [offer.tensors[-1] for offer in offers] * len(offers))
 
@@ -102,6 +120,9 @@ def broadcast(root: int) -> Collective:
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         given, others = offers[root].tensors, [offer.tensors for offer in offers if offer.rank != root]
+        if given and others and fused.takes(given[0]):
+            return _spread([(tensor, *[theirs[number] for theirs in others]) for number, tensor in enumerate(given)])
+
         return copies([tensor for tensors in others for tensor in tensors], given * len(others))
 
     def results(shapes: Shapes) -> Sequence[Result]:
@@ -115,7 +136,11 @@ def gather(root: int) -> Collective:
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         sources, targets = [offer.tensors[-1] for offer in offers], offers[root].tensors[:-1]
-        return _send(sources, targets, lambda number: (number, root))
+        _check_sent(sources, targets, lambda number: (number, root))
+        if fused.takes(sources[0]) and fused.exchange([[source] for source in sources], [targets]):
+            return ()
+
+        return copies(targets, sources)
 
     def results(shapes: Shapes) -> Sequence[Result]:
         return _sent(shapes, [(Place(r, len(shapes[r]) - 1), Place(root, r)) for r in range(len(shapes))])
@@ -128,7 +153,11 @@ def scatter(root: int) -> Collective:
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         sources, targets = offers[root].tensors[1:], [offer.tensors[0] for offer in offers]
-        return _send(sources, targets, lambda number: (root, number))
+        _check_sent(sources, targets, lambda number: (root, number))
+        if fused.takes(sources[0]) and fused.exchange([sources], [[target] for target in targets]):
+            return ()
+
+        return copies(targets, sources)
 
     def results(shapes: Shapes) -> Sequence[Result]:
         return _sent(shapes, [(Place(root, 1 + r), Place(r, 0)) for r in range(len(shapes))])
@@ -147,10 +176,13 @@ def all_to_all(alike: bool) -> Collective:
         ranks = [offer.tensors for offer in offers]
         sources = [theirs[number] for number in range(size, 2 * size) for theirs in ranks]
         targets = [tensor for mine in ranks for tensor in mine[:size]]
-        if alike and all([offer.note == note for offer in offers]):
-            return copies(targets, sources)
+        if not (alike and all([offer.note == note for offer in offers])):
+            _check_sent(sources, targets, lambda number: (number % size, number // size))
 
-        return _send(sources, targets, lambda number: (number % size, number // size))
+        if fused.takes(sources[0]) and fused.exchange([t[size:] for t in ranks], [t[:size] for t in ranks]):
+            return ()
+
+        return copies(targets, sources)
 
     def results(shapes: Shapes) -> Sequence[Result]:
         ranks = range(len(shapes))
@@ -198,16 +230,20 @@ def _moved(places: Sequence[Place], by: int) -> Sequence[Place]:
     return [Place(place.rank, place.number + by) for place in places]
 
 
-def _send(sources: Tensors, targets: Tensors, ranks_of: Callable[[int], tuple[int, int]]) -> Sequence[Task]:
-    """Copies between ranks: of number n, ``ranks_of(n)`` is who sends and who receives.
+def _spread(jobs: Sequence[Job]) -> Sequence[Task]:
+    """Copy each job's first tensor to its others, on CUDA."""
+    left = fused.spread(jobs)
+    return copies([target for job in left for target in job[1:]], [job[0] for job in left for _ in job[1:]])
+
+
+def _check_sent(sources: Tensors, targets: Tensors, ranks_of: Callable[[int], tuple[int, int]]) -> None:
+    """Of copies between ranks: of number n, ``ranks_of(n)`` is who sends and who receives.
 
     :raises CollectiveMismatchError: if one does not fit the other: a copy would stretch or convert it.
     """
     for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if source.shape != target.shape or source.dtype != target.dtype:
             raise _misfit(*ranks_of(number), describe(source), describe(target))
-
-    return copies(targets, sources)
 
 
 def _sent(shapes: Shapes, pairs: Sequence[tuple[Place, Place]]) -> Sequence[Result]:

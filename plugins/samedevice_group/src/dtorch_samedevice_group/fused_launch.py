@@ -1,0 +1,149 @@
+"""Launches the fused kernels: each variant is compiled once, then started with as little Python as triton allows.
+
+Where triton can't do it (no C compiler, a GPU that is too old, another interface than we know), that is said once, and
+torch's own kernels do the work for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+VARIABLE = "DTORCH_FUSED"
+"""The environment variable that turns fused kernels off, where it is ``0``. Read once in a process."""
+
+MOST = 16
+"""Inputs, and outputs, that a kernel takes."""
+
+BLOCK_BYTES = 8192
+"""What one block of threads moves of each tensor."""
+
+WARPS = 4
+"""Threads of a block, in 32s."""
+
+Variant = tuple[Any, ...]
+"""What a kernel is compiled for: its name, then what :func:`dtorch_samedevice_group.fused_kernels.variant` takes."""
+
+_UNUSED = [(0,) * (MOST - used) for used in range(MOST + 1)]
+
+
+class Launcher:
+    """The compiled kernels of this process."""
+
+    def __init__(self) -> None:
+        self.usable = os.environ.get(VARIABLE, "").strip() != "0" and not torch.version.hip
+        self._compiled: dict[tuple[int, Variant], tuple[Any, tuple[object, ...]]] = {}
+        self._compiling = threading.Lock()
+
+    def launch(
+        self,
+        variant: Variant,
+        device: int,
+        grid: tuple[int, int, int],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        length: int,
+        in_step: int = 0,
+        out_step: int = 0,
+    ) -> bool:
+        """Queue one kernel on the device's current stream. False if that can't be done: then nothing was queued."""
+        numbers = (
+            *inputs,
+            *_UNUSED[len(inputs)],
+            *outputs,
+            *_UNUSED[len(outputs)],
+            length,
+            in_step,
+            out_step,
+        )
+        try:
+            if torch._C._cuda_getDevice() == device:
+                self._launch((device, variant), grid, numbers)
+            else:
+                with torch.cuda.device(device):
+                    self._launch((device, variant), grid, numbers)
+        except Exception as error:
+            self._give_up(error)
+            return False
+
+        return True
+
+    def _launch(self, key: tuple[int, Variant], grid: tuple[int, int, int], numbers: tuple[int, ...]) -> None:
+        known = self._compiled.get(key)
+        if known is None:
+            self._first(key, grid, numbers)
+            return
+
+        compiled, constants = known
+        stream = torch._C._cuda_getCurrentRawStream(key[0])
+        try:
+            compiled[grid](*numbers, *constants, stream=stream)
+        except TypeError:  # it takes other arguments than we know: nothing was queued
+            if isinstance(compiled, _Slow):
+                raise
+
+            slow = self._slow(key[1])
+            slow[grid](*numbers, *constants, stream=stream)
+            self._compiled[key] = slow, constants
+
+    def _first(self, key: tuple[int, Variant], grid: tuple[int, int, int], numbers: tuple[int, ...]) -> None:
+        from dtorch_samedevice_group import fused_kernels  # takes long to import, and may be of no use here
+
+        slow = self._slow(key[1])
+        constants = fused_kernels.variant(*key[1])[1]
+        with self._compiling:  # triton's compiler is not made for several threads
+            compiled = slow.start(grid, (*numbers, *constants))
+
+        self._compiled[key] = compiled if _takes_stream(compiled) else slow, constants
+
+    def _slow(self, variant: Variant) -> _Slow:
+        from dtorch_samedevice_group import fused_kernels
+
+        return _Slow(fused_kernels.variant(*variant)[0])
+
+    def _give_up(self, error: Exception) -> None:
+        first, self.usable = self.usable, False
+        if first and not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
+            warnings.warn(
+                f"dtorch-samedevice-group: fused kernels can't be used in this process, and torch's kernels do their "
+                f"work, with the same results but more slowly: {type(error).__name__}: {error}. Triton needs a C "
+                f"compiler, and a folder for its cache (TRITON_CACHE_DIR). {VARIABLE}=0 in the environment turns fused "
+                f"kernels off",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class _Slow:
+    """The way through triton's front door, which looks at every argument: 20 to 50 us a launch."""
+
+    def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - triton is untyped
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:  # noqa: ANN401
+        def run(*args: object, stream: int) -> None:
+            self.start(grid, args)  # on the current stream, which is that one
+
+        return run
+
+    def start(self, grid: tuple[int, int, int], args: tuple[object, ...]) -> Any:  # noqa: ANN401
+        """Launch, and return the compiled kernel."""
+        # A product that is added is rounded before: so does torch, and so do ranks on the CPU.
+        return self._kernel[grid](*args, num_warps=WARPS, enable_fp_fusion=False)
+
+
+def _takes_stream(compiled: Any) -> bool:  # noqa: ANN401
+    """It can be launched by itself, as triton 3.6 does."""
+    try:
+        return "stream" in inspect.signature(compiled[(1, 1, 1)]).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+launcher = Launcher()
