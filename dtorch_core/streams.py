@@ -8,6 +8,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+DEFAULT = 0
+"""What :func:`raw_current` gives for the default stream: of a GPU's streams, all threads have this one in common."""
+
+_raw_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def raw_current(device: int) -> int:
+    """CUDA's own name for this thread's current stream of a GPU.
+
+    Names of two streams may be equal if they are of two GPUs, or if one has been destroyed before the other was made.
+    To make torch's object for the stream takes as long as a kernel's launch; this does not.
+    """
+    return int(_raw_current(device) if _raw_current is not None else torch.cuda.current_stream(device).cuda_stream)
+
+
+def record_default(device: int) -> torch.cuda.Event:
+    """An event that completes when all work queued so far on a GPU's default stream has."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.default_stream(device))
+    return event
+
 
 def record(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
     """An event that completes when all work queued so far on ``stream`` has; None for a CPU tensor.

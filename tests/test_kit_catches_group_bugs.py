@@ -88,7 +88,7 @@ class Changes(Around):
     def changed(self, name, work, offers):
         return work(offers)
 
-    def _changed_post(self, note, tensors, collective):
+    def _changed_post(self, note, tensors, collective, *stream):
         name = getattr(self._calling, "name", "")
 
         def work(offers):
@@ -97,7 +97,7 @@ class Changes(Around):
 
             return ()
 
-        return self._post(note, tensors, collective._replace(work=work))
+        return self._post(note, tensors, collective._replace(work=work), *stream)
 
 
 # Values
@@ -331,8 +331,8 @@ class SwallowsMismatches(Works):
 
 @wrong("test_mismatch_raises_on_every_rank[root of broadcast]")
 class ComparesNames(Changes):
-    def _changed_post(self, note, tensors, collective):
-        return self._post(note.partition("(")[0], tensors, collective)
+    def _changed_post(self, note, tensors, collective, *stream):
+        return self._post(note.partition("(")[0], tensors, collective, *stream)
 
 
 @wrong("test_mismatch_raises_on_every_rank[dtype of all_reduce]")
@@ -558,8 +558,8 @@ class OrdersTheCallingStreamOnly(Works):
 
         def _end(self, timeout):
             super()._end(timeout)
-            if self._ticket._call.done_event is not None:
-                self._stream.wait_event(self._ticket._call.done_event)
+            if self._ticket._call.queued is not None:
+                self._ticket._call.queued.order(None, self._stream)
 
 
 @wrong("test_cuda_result_is_ordered_after_every_ranks_work")

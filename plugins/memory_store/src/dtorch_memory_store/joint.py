@@ -11,15 +11,14 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
-from dtorch_core import AbortedError, ProtocolError, StoreTimeoutError, streams
+from dtorch_core import AbortedError, ProtocolError, StoreTimeoutError
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of
 from dtorch_core.presence import Failure, Presence, raise_if, settle
+from dtorch_memory_store.on_gpu import Queued, Ready, run
 from dtorch_memory_store.waiting import Notice, Waiter, wake
 
 LINE = "\n"
@@ -31,15 +30,15 @@ class Call:
 
     __slots__ = (
         "came",
-        "done_event",
         "error",
-        "events",
         "finished",
         "key",
         "next_task",
         "notes",
         "notices",
         "offers",
+        "queued",
+        "ready",
         "running",
         "tasks",
         "unfinished",
@@ -50,7 +49,8 @@ class Call:
         self.key = key
         self.offers: list[Offer | None] = [None] * world_size
         self.notes = [""] * world_size
-        self.events: list[tuple[torch.cuda.Event, Tensor]] = []
+        self.ready: list[Ready] = []
+        """Of offers of CUDA tensors, as they come."""
         self.came = 0
         self.waiters: list[Waiter] = []
         self.notices: list[Waiter] = []
@@ -61,7 +61,8 @@ class Call:
         self.running = False
         self.finished = False
         self.error: BaseException | None = None
-        self.done_event: torch.cuda.Event | None = None
+        self.queued: Queued | None = None
+        """Where it is queued, if it is work for a GPU."""
 
     def missing(self) -> list[int]:
         """The ranks that have not come."""
@@ -84,7 +85,7 @@ class Joint:
     def post(self, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None) -> MemoryTicket:
         """Bring an offer; the last to come does the work. Never waits for another rank."""
         rank, presence = offer.rank, self.presence
-        event = streams.record(offer.tensors[0], stream) if offer.tensors and offer.tensors[0].is_cuda else None
+        ready = Ready.of(offer, stream) if offer.tensors and offer.tensors[0].is_cuda else None
         with presence.mutex:
             if not presence.complete or self._retired is not None:
                 presence.check_open(rank)
@@ -100,8 +101,8 @@ class Joint:
             call.offers[rank] = offer
             call.notes[rank] = offer.note
             call.came += 1
-            if event is not None:
-                call.events.append((event, offer.tensors[0]))
+            if ready is not None:
+                call.ready.append(ready)
 
             last = call.came == presence.world_size
             if last:
@@ -110,7 +111,7 @@ class Joint:
         if last:
             self._start(call, rank, work, stream)
 
-        return MemoryTicket(self, call, rank)
+        return MemoryTicket(self, call, rank, None if ready is None else ready.device)
 
     def wait_for(self, call: Call, rank: int, timeout: float) -> None:
         """Sleep until the call is finished, taking tasks where there are any."""
@@ -213,8 +214,9 @@ class Joint:
         offers: list[Offer] = call.offers  # type: ignore[assignment]  # all have come
         tasks: Sequence[Task] = ()
         try:
-            if call.events:
-                tasks = self._on_stream(call, offers, work, stream)
+            if call.ready:
+                call.queued = Queued(call.ready, stream)
+                run(call.queued, call.ready, offers, work, stream)
             else:
                 tasks = work(offers)
                 if len(tasks) == 1:  # nothing to share: waking helpers would only cost
@@ -234,30 +236,6 @@ class Joint:
         wake(woken)
         self._help(call)
         self._await_helpers(call, rank)
-
-    def _on_stream(
-        self, call: Call, offers: list[Offer], work: Work, stream: torch.cuda.Stream | None
-    ) -> Sequence[Task]:
-        """Queue the work behind all that the ranks' streams have queued. Its tasks only queue work too."""
-        _, tensor = call.events[0]
-        queue = stream if stream is not None else torch.cuda.current_stream(tensor.device)
-        for event, _ in call.events:
-            queue.wait_event(event)
-
-        try:
-            # The current stream is entered by nobody: entering costs as much as a kernel launch.
-            with torch.cuda.stream(queue) if stream is not None else nullcontext():
-                for task in work(offers):
-                    task()
-        finally:
-            for offer in offers:
-                for tensor in offer.tensors:
-                    streams.keep_until_done(tensor, queue)
-
-            call.done_event = torch.cuda.Event()
-            call.done_event.record(queue)
-
-        return ()
 
     def _help(self, call: Call) -> None:
         done = 0
@@ -281,8 +259,8 @@ class Joint:
         with self.presence.mutex:
             call.finished = True
             # Views and closures over every rank's tensors: let them go with the work, but not under the mutex.
-            used = call.tasks, call.offers, call.events
-            call.tasks, call.offers, call.events = (), [], []
+            used = call.tasks, call.offers, call.ready
+            call.tasks, call.offers, call.ready = (), [], []
             woken = _all_done(call)
             if call.notices:
                 woken += call.notices  # after the threads: a callback may take its time
@@ -324,21 +302,24 @@ def _all_done(call: Call) -> list[Waiter]:
 class MemoryTicket(Ticket):
     """One rank's share in a call."""
 
-    __slots__ = ("_call", "_joint", "_rank")
+    __slots__ = ("_call", "_gpu", "_joint", "_rank")
 
-    def __init__(self, joint: Joint, call: Call, rank: int) -> None:
+    def __init__(self, joint: Joint, call: Call, rank: int, gpu: int | None) -> None:
+        """
+        :param gpu: the one that the rank's tensors are on; None if it has brought none.
+        """
         self._joint = joint
         self._call = call
         self._rank = rank
+        self._gpu = gpu
 
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
         call = self._call
         if not call.finished or call.error is not None:
             self._joint.wait_for(call, self._rank, timeout)
 
-        if call.done_event is not None:
-            queue = stream if stream is not None else torch.cuda.current_stream(call.done_event.device)
-            queue.wait_event(call.done_event)
+        if call.queued is not None:
+            call.queued.order(self._gpu, stream)
 
     def notes(self) -> Sequence[str]:
         return self._call.notes
