@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,24 @@ OPS = {
 """ThreadGroup's words for c10d's reduce ops."""
 
 
+class Terms(NamedTuple):
+    """What every call is told besides what it is about."""
+
+    timeout: float
+    """Seconds."""
+    async_op: bool | None = None
+    """The caller goes on meanwhile, or waits at once; None is as c10d has it by itself."""
+
+
 def options(
-    name: str, timeout: float, *, op: str | None = None, root: int | None = None
+    name: str, timeout: float, async_op: bool | None = None, *, op: str | None = None, root: int | None = None
 ) -> Any:  # noqa: ANN401 - c10d's option classes share no base
     """``AllreduceOptions`` and its like. torch.distributed does not export all of them."""
     opts = getattr(distributed_c10d, name)()
     opts.timeout = timedelta(seconds=timeout)
+    if async_op is not None and hasattr(opts, "asyncOp"):
+        opts.asyncOp = async_op
+
     if op is not None:
         opts.reduceOp = OPS[op]
 
@@ -50,60 +62,60 @@ def options(
     return opts
 
 
-def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: str, timeout: float) -> dist.Work:
+def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: str, terms: Terms) -> dist.Work:
     if extras(group) is not None:
-        return group.allreduce([tensor], options("AllreduceOptions", timeout, op=op))
+        return group.allreduce([tensor], options("AllreduceOptions", *terms, op=op))
 
     def call(x: Tensor, word: str) -> dist.Work:
-        return group.allreduce([x], options("AllreduceOptions", timeout, op=word))
+        return group.allreduce([x], options("AllreduceOptions", *terms, op=word))
 
-    return _reduced(group, tensor, op, timeout, call)
+    return _reduced(group, tensor, op, terms, call)
 
 
-def reduce(group: dist.ProcessGroup, tensor: Tensor, op: str, root: int, timeout: float) -> dist.Work:
+def reduce(group: dist.ProcessGroup, tensor: Tensor, op: str, root: int, terms: Terms) -> dist.Work:
     if extras(group) is not None:
-        return group.reduce([tensor], options("ReduceOptions", timeout, op=op, root=root))
+        return group.reduce([tensor], options("ReduceOptions", *terms, op=op, root=root))
 
     def call(x: Tensor, word: str) -> dist.Work:
-        return group.reduce([x], options("ReduceOptions", timeout, op=word, root=root))
+        return group.reduce([x], options("ReduceOptions", *terms, op=word, root=root))
 
-    return _reduced(group, tensor, op, timeout, call)
-
-
-def broadcast(group: dist.ProcessGroup, tensor: Tensor, root: int, timeout: float) -> dist.Work:
-    opts = options("BroadcastOptions", timeout, root=root)
-    return _called(group, timeout, lambda lay: group.broadcast([lay.both(tensor)], opts))
+    return _reduced(group, tensor, op, terms, call)
 
 
-def all_gather(group: dist.ProcessGroup, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> dist.Work:
+def broadcast(group: dist.ProcessGroup, tensor: Tensor, root: int, terms: Terms) -> dist.Work:
+    opts = options("BroadcastOptions", *terms, root=root)
+    return _called(group, terms, lambda lay: group.broadcast([lay.both(tensor)], opts))
+
+
+def all_gather(group: dist.ProcessGroup, outputs: Sequence[Tensor], tensor: Tensor, terms: Terms) -> dist.Work:
     """``outputs`` may differ in size; every rank knows all of them."""
     if extras(group) is None and _differ(outputs):
-        return all_to_all(group, outputs, [tensor] * len(outputs), timeout)
+        return all_to_all(group, outputs, [tensor] * len(outputs), terms)
 
     def call(lay: Layouts) -> dist.Work:
         given, taken = lay.inputs([tensor]), lay.outputs(outputs)
         whole = as_one(taken) if isinstance(lay, StandIns) else None
         if whole is None:
-            return group.allgather([taken], given, options("AllgatherOptions", timeout))
+            return group.allgather([taken], given, options("AllgatherOptions", *terms))
 
         # Without a copy of the whole.
         return _single(group, "all_gather_single", "_allgather_base")(
-            whole, given[0].view(-1), options("AllgatherOptions", timeout)
+            whole, given[0].view(-1), options("AllgatherOptions", *terms)
         )
 
-    return _called(group, timeout, call)
+    return _called(group, terms, call)
 
 
 def reduce_scatter(
-    group: dist.ProcessGroup, output: Tensor, inputs: Sequence[Tensor], op: str, timeout: float
+    group: dist.ProcessGroup, output: Tensor, inputs: Sequence[Tensor], op: str, terms: Terms
 ) -> dist.Work:
-    opts = options("ReduceScatterOptions", timeout, op=op)
+    opts = options("ReduceScatterOptions", *terms, op=op)
     if extras(group) is not None:
         return group.reduce_scatter([output], [list(inputs)], opts)
 
     how = recipe(op, output.dtype, len(inputs))
     if how.gathered:
-        return _gathered(group, output, inputs, op, timeout)
+        return _gathered(group, output, inputs, op, terms)
 
     opts.reduceOp = OPS[how.op]
     lay = StandIns()
@@ -117,7 +129,7 @@ def reduce_scatter(
             work = _single(group, "reduce_scatter_single", "_reduce_scatter_base")(taken.view(-1), whole, opts)
 
         _in_place(lay, how, output, len(inputs))
-        return _foreign(work, timeout, lay, lazy=group.name() == "gloo")
+        return _foreign(work, terms, lay, lazy=group.name() == "gloo")
 
     # Of one size, since few groups take others: the largest.
     size = max(tensor.numel() for tensor in given)
@@ -129,27 +141,27 @@ def reduce_scatter(
     taken = mine.new_empty(size)
     work = group.reduce_scatter([taken], [list(padded)], opts)
     _back(lay, how, output, lambda: taken[: mine.numel()].view(mine.shape), len(inputs))
-    return _foreign(work, timeout, lay, lazy=group.name() == "gloo")
+    return _foreign(work, terms, lay, lazy=group.name() == "gloo")
 
 
 def all_to_all(
-    group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
+    group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], terms: Terms
 ) -> dist.Work:
     if extras(group) is None and group.name() == "gloo":
-        return _all_to_all_single(group, outputs, inputs, timeout)  # its lists are of tensors of one size
+        return _all_to_all_single(group, outputs, inputs, terms)  # its lists are of tensors of one size
 
-    opts = options("AllToAllOptions", timeout)
+    opts = options("AllToAllOptions", *terms)
     try:
-        return _called(group, timeout, lambda lay: group.alltoall(lay.outputs(outputs), lay.inputs(inputs), opts))
+        return _called(group, terms, lambda lay: group.alltoall(lay.outputs(outputs), lay.inputs(inputs), opts))
     except RuntimeError as error:  # c10d's own, raised before anything is sent
         if "does not support alltoall" not in str(error):
             raise
 
-    return _all_to_all_single(group, outputs, inputs, timeout)
+    return _all_to_all_single(group, outputs, inputs, terms)
 
 
 def _all_to_all_single(
-    group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
+    group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], terms: Terms
 ) -> dist.Work:
     """For groups that exchange parts of one tensor only, or in lists no parts of different sizes."""
     lay = StandIns()
@@ -158,7 +170,7 @@ def _all_to_all_single(
     each = 1 if taken.dtype == outputs[0].dtype else outputs[0].element_size()
     arriving, leaving = ([tensor.numel() * each for tensor in tensors] for tensors in (outputs, inputs))
     exchange = _single(group, "all_to_all_single", "alltoall_base")
-    return _foreign(exchange(taken, given, arriving, leaving, options("AllToAllOptions", timeout)), timeout, lay)
+    return _foreign(exchange(taken, given, arriving, leaving, options("AllToAllOptions", *terms)), terms, lay)
 
 
 def gather(
@@ -166,7 +178,7 @@ def gather(
     outputs: Sequence[Tensor] | None,
     tensor: Tensor,
     root: int,
-    timeout: float,
+    terms: Terms,
     *,
     even: bool = True,
 ) -> dist.Work:
@@ -176,13 +188,14 @@ def gather(
     if not even and extras(group) is None:
         nothing = tensor.new_empty(0)
         given = [tensor if rank == root else nothing for rank in range(group.size())]
-        return all_to_all(group, outputs or [tensor.new_empty(0) for _ in given], given, timeout)
+        return all_to_all(group, outputs or [tensor.new_empty(0) for _ in given], given, terms)
 
-    opts = options("GatherOptions", timeout, root=root)
+    opts = options("GatherOptions", *terms, root=root)
     return _called(
         group,
-        timeout,
+        terms,
         lambda lay: group.gather([] if outputs is None else [lay.outputs(outputs)], lay.inputs([tensor]), opts),
+        one_sided=() if group.rank() != root else None,
     )
 
 
@@ -191,7 +204,7 @@ def scatter(
     output: Tensor,
     inputs: Sequence[Tensor] | None,
     root: int,
-    timeout: float,
+    terms: Terms,
     *,
     even: bool = True,
 ) -> dist.Work:
@@ -201,58 +214,65 @@ def scatter(
     if not even and extras(group) is None:
         nothing = output.new_empty(0)
         taken = [output if rank == root else output.new_empty(0) for rank in range(group.size())]
-        return all_to_all(group, taken, inputs or [nothing] * group.size(), timeout)
+        return all_to_all(group, taken, inputs or [nothing] * group.size(), terms)
 
-    opts = options("ScatterOptions", timeout, root=root)
+    opts = options("ScatterOptions", *terms, root=root)
     return _called(
         group,
-        timeout,
+        terms,
         lambda lay: group.scatter(lay.outputs([output]), [] if inputs is None else [lay.inputs(inputs)], opts),
+        one_sided=(output,) if group.rank() != root else None,
     )
 
 
-def barrier(group: dist.ProcessGroup, timeout: float) -> dist.Work:
-    return _called(group, timeout, lambda _: group.barrier(options("BarrierOptions", timeout)))
+def barrier(group: dist.ProcessGroup, terms: Terms) -> dist.Work:
+    return _called(group, terms, lambda _: group.barrier(options("BarrierOptions", *terms)))
 
 
-def _called(group: dist.ProcessGroup, timeout: float, call: Callable[[Layouts], dist.Work]) -> dist.Work:
+def _called(
+    group: dist.ProcessGroup,
+    terms: Terms,
+    call: Callable[[Layouts], dist.Work],
+    *,
+    one_sided: Sequence[Tensor] | None = None,
+) -> dist.Work:
     if extras(group) is not None:
         return call(AS_THEY_ARE)
 
     lay = StandIns()
-    return _foreign(call(lay), timeout, lay)
+    return _foreign(call(lay), terms, lay, one_sided=one_sided)
 
 
 def _reduced(
-    group: dist.ProcessGroup, tensor: Tensor, op: str, timeout: float, call: Callable[[Tensor, str], dist.Work]
+    group: dist.ProcessGroup, tensor: Tensor, op: str, terms: Terms, call: Callable[[Tensor, str], dist.Work]
 ) -> dist.Work:
     """A reduction of one tensor in place, as the rules say."""
     size = group.size()
     how = recipe(op, tensor.dtype, size)
     if how.gathered:
-        return _gathered(group, tensor, [tensor] * size, op, timeout)
+        return _gathered(group, tensor, [tensor] * size, op, terms)
 
     lay = StandIns()
     if how.there is not None:
         values = _there(how, tensor)
         work = call(values, how.op)
         _back(lay, how, tensor, lambda: values, size)
-        return _foreign(work, timeout, lay)
+        return _foreign(work, terms, lay)
 
     work = call(lay.both(tensor), how.op)
     _in_place(lay, how, tensor, size)
-    return _foreign(work, timeout, lay)
+    return _foreign(work, terms, lay)
 
 
 def _gathered(
-    group: dist.ProcessGroup, output: Tensor, inputs: Sequence[Tensor], op: str, timeout: float
+    group: dist.ProcessGroup, output: Tensor, inputs: Sequence[Tensor], op: str, terms: Terms
 ) -> dist.Work:
     """Every rank gets every value that it needs, and reduces them by itself."""
     lay = StandIns()
     parts = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for _ in inputs]
-    work = all_to_all(group, parts, inputs, timeout)
+    work = all_to_all(group, parts, inputs, terms)
     lay.afterwards(output, lambda: rule(op, output.dtype).into(output, parts))
-    return _foreign(work, timeout, lay)
+    return _foreign(work, terms, lay)
 
 
 def _there(how: Recipe, tensor: Tensor) -> Tensor:
@@ -285,7 +305,14 @@ def _single(group: dist.ProcessGroup, name: str, older: str) -> Callable[..., di
 
 
 def _foreign(
-    work: Any, timeout: float, lay: StandIns, *, lazy: bool = False  # noqa: ANN401 - a Work, or one of ours
+    work: Any,  # noqa: ANN401 - a Work, or one of ours
+    terms: Terms,
+    lay: StandIns,
+    *,
+    lazy: bool = False,
+    one_sided: Sequence[Tensor] | None = None,
 ) -> dist.Work:
     # It has what is used of a Work.
-    return ForeignWork(work, timeout, lay.cuda, lay.steps, lay.written, lazy=lazy)  # type: ignore[return-value]
+    return ForeignWork(  # type: ignore[return-value]
+        work, terms.timeout, lay.cuda, lay.steps, lay.written, lazy=lazy, one_sided=one_sided
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtorch_core import _c10d, _notes
 from dtorch_core._context import BackendContext
-from dtorch_core._extras import companion
+from dtorch_core._extras import companion, extras
 from dtorch_core._in_place import InPlace
 from dtorch_core._notes import Notes
 from dtorch_core._order import Turn
@@ -27,8 +27,8 @@ from dtorch_core.recorder import recorder_for
 from dtorch_core.reduction import OPS, rule
 
 T = TypeVar("T")
-Launch = Callable[[float], dist.Work]
-"""Starts the c10d collective, which may take so many seconds."""
+Launch = Callable[[_c10d.Terms], dist.Work]
+"""Starts the c10d collective."""
 Prepared = tuple[Launch, Callable[[], T]]
 """And what gives the call's result once it is done."""
 Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -68,6 +68,8 @@ class GroupCalls:
         self.timeout = ctx.timeout
         self._capabilities = spec_of(ctx.selection).capabilities
         self._recorder = recorder_for(ctx.name, ctx.rank, ctx.world_size)
+        self._own = extras(process_group) is not None
+        """The process group is one of ours."""
         self._beside = companion(process_group)
         self._own_gpu = torch.device(ctx.device) if self._beside is not None and ctx.device != "cpu" else None
         """Where its tensors have to be, if the group would make another communicator for another GPU."""
@@ -90,7 +92,7 @@ class GroupCalls:
         turn = None if beside is None else beside.turn(call, None)
 
         def start(_: Sequence[str]) -> Started[T]:
-            return self._launch(call, prepare, seconds, number)
+            return self._launch(call, prepare, self._terms(seconds, async_op), number)
 
         work = Work(call, turn, start, seconds, self.device, record, beside)
         return work if async_op else work.result()
@@ -126,7 +128,7 @@ class GroupCalls:
 
         def start(texts: Sequence[str]) -> Started[T]:
             with notes.place:
-                return self._launch(call, lambda: prepare(texts), seconds, number)
+                return self._launch(call, lambda: prepare(texts), self._terms(seconds, async_op), number)
 
         work = Work(call, notes, start, seconds, self.device, record, self._beside)
         return work if async_op else work.result()
@@ -134,11 +136,15 @@ class GroupCalls:
     def conduct(self, call: str, launch: Launch) -> None:
         """Call one of :mod:`dtorch_core._c10d`'s collectives on the process group, and wait for it."""
         if self._beside is None:
-            launch(self.timeout).wait(timedelta(seconds=self.timeout))
+            launch(self._terms(self.timeout, False)).wait(timedelta(seconds=self.timeout))
         else:
             self._run(call, lambda: (launch, lambda: None), None, async_op=False)
 
-    def _launch(self, call: str, prepare: Callable[[], Prepared[T]], seconds: float, number: int) -> Started[T]:
+    def _terms(self, seconds: float, async_op: bool) -> _c10d.Terms:
+        # Groups of torch's own are told nothing of async: a ForeignWork does not need it, and not all know it.
+        return _c10d.Terms(seconds, async_op if self._own else None)
+
+    def _launch(self, call: str, prepare: Callable[[], Prepared[T]], terms: _c10d.Terms, number: int) -> Started[T]:
         # What is wrong with this rank's arguments has to reach its peers: they would wait for it otherwise. What the
         # process group itself raises, it has told them.
         try:
@@ -148,13 +154,13 @@ class GroupCalls:
             raise
 
         if self._beside is None:
-            return launch(seconds), finish
+            return launch(terms), finish
 
-        if seconds == self.timeout:
-            work = launch(seconds)
+        if terms.timeout == self.timeout:
+            work = launch(terms)
         else:
-            with self._beside.limited(seconds):
-                work = launch(seconds)
+            with self._beside.limited(terms.timeout):
+                work = launch(terms)
 
         self._beside.launched(call, number, work)
         return work, finish

@@ -80,10 +80,10 @@ def _as_bytes(group: dist.ProcessGroup, device: str, text: str, timeout: float) 
     data = text.encode()
     length = torch.tensor([len(data)], device=device)
     lengths = [torch.empty_like(length) for _ in range(group.size())]
-    _c10d.all_gather(group, lengths, length, timeout).wait()
+    _c10d.all_gather(group, lengths, length, _c10d.Terms(timeout)).wait()
     sizes = [int(size) for size in lengths]
 
     padded = torch.tensor(list(data.ljust(max(1, *sizes))), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(padded) for _ in sizes]
-    _c10d.all_gather(group, gathered, padded, timeout).wait()
+    _c10d.all_gather(group, gathered, padded, _c10d.Terms(timeout)).wait()
     return [bytes(t.tolist())[:size].decode() for t, size in zip(gathered, sizes, strict=True)]

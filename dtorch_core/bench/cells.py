@@ -102,24 +102,31 @@ def call(cell: Cell, group: dist.ProcessGroup, buffers: Buffers) -> Callable[[],
 def _begin(cell: Cell, group: dist.ProcessGroup, buffers: Buffers) -> Callable[[], Any]:
     given, taken = buffers.given, buffers.taken
     if cell.operation == "all_reduce":
-        return lambda: group.allreduce([given], c10d.AllreduceOptions())
+        return lambda: group.allreduce([given], _blocking(c10d.AllreduceOptions))
 
     if cell.operation == "all_gather":
         outputs = list(taken.chunk(cell.ranks))
-        return lambda: group.allgather([outputs], [given], c10d.AllgatherOptions())
+        return lambda: group.allgather([outputs], [given], _blocking(c10d.AllgatherOptions))
 
     if cell.operation == "reduce_scatter":
         parts = list(given.chunk(cell.ranks))
-        return lambda: group.reduce_scatter([taken], [parts], c10d.ReduceScatterOptions())
+        return lambda: group.reduce_scatter([taken], [parts], _blocking(c10d.ReduceScatterOptions))
 
     if cell.operation == "all_to_all":
         parts, outputs = list(given.chunk(cell.ranks)), list(taken.chunk(cell.ranks))
-        return lambda: group.alltoall(outputs, parts, c10d.AllToAllOptions())
+        return lambda: group.alltoall(outputs, parts, _blocking(c10d.AllToAllOptions))
 
     if cell.operation == "broadcast":
-        return lambda: group.broadcast([given], c10d.BroadcastOptions())
+        return lambda: group.broadcast([given], _blocking(c10d.BroadcastOptions))
 
-    return lambda: group.barrier(c10d.BarrierOptions())
+    return lambda: group.barrier(_blocking(c10d.BarrierOptions))
+
+
+def _blocking(kind: Callable[[], Any]) -> Any:  # noqa: ANN401 - c10d's option classes share no base
+    """Options as torch.distributed makes them for a call that it waits for at once."""
+    options = kind()
+    options.asyncOp = False
+    return options
 
 
 def checked(cell: Cell) -> Cell:

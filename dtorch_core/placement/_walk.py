@@ -97,21 +97,21 @@ class Walk:
         peers = group.process_group
         if step.kind == "all_reduce":
             total = held if owned else _copy(held)
-            return lambda seconds: _c10d.all_reduce(peers, total, _op(step), seconds), total
+            return lambda t: _c10d.all_reduce(peers, total, _op(step), t), total
 
         self._check_uneven(group, moves)
         result = torch.empty(moves.shape, dtype=held.dtype, device=held.device)
         if step.kind == "reduce_scatter":
             terms = [_part(held, region) for region in moves.gives]
-            return lambda seconds: _c10d.reduce_scatter(peers, result, terms, _op(step), seconds), result
+            return lambda t: _c10d.reduce_scatter(peers, result, terms, _op(step), t), result
 
         parts = [_part(result, region) for region in moves.gets]
         if step.kind == "all_gather":
             mine = _part(held, moves.gives[group.rank])
-            return lambda seconds: _c10d.all_gather(peers, parts, mine, seconds), result
+            return lambda t: _c10d.all_gather(peers, parts, mine, t), result
 
         given = [_part(held, region) for region in moves.gives]
-        return lambda seconds: _c10d.all_to_all(peers, parts, given, seconds), result
+        return lambda t: _c10d.all_to_all(peers, parts, given, t), result
 
     def _check_uneven(self, group: ThreadGroup, moves: Moves) -> None:
         if len({shape_of(region) for region in (*moves.gives, *moves.gets)}) > 1:

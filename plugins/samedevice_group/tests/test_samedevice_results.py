@@ -283,7 +283,7 @@ class Posted:
 
     rank, world_size = 0, 3
 
-    def post(self, key, note, tensors, work):
+    def post(self, key, note, tensors, work, *, stream=None):
         self.work = work
 
 

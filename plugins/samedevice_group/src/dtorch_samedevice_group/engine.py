@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, TensorStore
@@ -21,6 +22,7 @@ from dtorch_core._fingerprints import compare
 from dtorch_core._text import describe_error
 from dtorch_core.declared import Declared, Result, Shapes
 from dtorch_core.joint import Offer, Ticket
+from dtorch_samedevice_group.aside import Aside
 from dtorch_samedevice_group.blocks import Task
 from dtorch_samedevice_group.collectives import Collective, nothing
 
@@ -28,18 +30,31 @@ from dtorch_samedevice_group.collectives import Collective, nothing
 class Engine:
     """One rank's side of the group's calls."""
 
-    def __init__(self, store: TensorStore, name: str) -> None:
+    def __init__(self, store: TensorStore, name: str, *, aside: bool = False) -> None:
+        """
+        :param aside: async collectives are put on a stream of their own here; not where the store has one for them.
+        """
         self.store = store
         self.rank = store.rank
         self.world_size = store.world_size
         self._name = name
         self._numbers = itertools.count(1)
         self._second = _Second()
+        self._aside = Aside() if aside else None
 
-    def post(self, note: str, tensors: Sequence[Tensor], work: Collective) -> Ticket:
+    def post(
+        self, note: str, tensors: Sequence[Tensor], work: Collective, stream: torch.cuda.Stream | None = None
+    ) -> Ticket:
         """Post one collective; ``note`` begins with its fingerprint, as a person would write the call."""
         key = self._second.key or f"collective #{next(self._numbers)}"
-        return self.store.post(key, note, tensors, _Compared(self._name, key, work))
+        return self.store.post(key, note, tensors, _Compared(self._name, key, work), stream=stream)
+
+    def post_aside(self, note: str, tensors: Sequence[Tensor], work: Collective) -> Ticket:
+        """As :meth:`post`, beside what this rank computes from now on: see :mod:`dtorch_samedevice_group.aside`."""
+        if self._aside is None or not tensors or not tensors[0].is_cuda:
+            return self.post(note, tensors, work)
+
+        return self.post(note, tensors, work, self._aside.here(tensors[0].get_device()))
 
     def post_note(self, same: str, call: str, text: str) -> tuple[Ticket, AbstractContextManager[None]]:
         """Give every rank this rank's text, which may differ.

@@ -45,7 +45,7 @@ from dtorch_samedevice_group.arguments import (
 from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine
 from dtorch_samedevice_group.monitored import monitored_barrier
-from dtorch_samedevice_group.options import Options
+from dtorch_samedevice_group.options import Options, is_async
 from dtorch_samedevice_group.repeats import Repeats
 from dtorch_samedevice_group.sparse import Parts, SparseWork, checked, is_sparse
 from dtorch_samedevice_group.torch_side import TorchSide
@@ -92,12 +92,13 @@ def _collective(
         reading = None if named else repeats.read(name, args)
         if reading is not None and (known := self._repeats.get(reading[0])) is not None:
             note, outputs, work, cut = known
-            _, tensors, timeout = reading
+            _, tensors, timeout, aside = reading
             if cut is not None:
                 tensors = cut(tensors)
 
             seconds = self._timeout if timeout is None else seconds_of(timeout, self._timeout)
-            posted = GroupWork(self._engine.post(note, tensors, work), tensors[:outputs], seconds)
+            post = self._engine.post_aside if aside and self._coalesced is None else self._engine.post
+            posted = GroupWork(post(note, tensors, work), tensors[:outputs], seconds)
             if self._coalesced is not None:
                 self._coalesced.append(posted)
 
@@ -121,7 +122,9 @@ def _collective(
 
         tensors = [tensor.detach() for tensor in planned.tensors]
         seconds = self._timeout if planned.timeout is None else planned.timeout
-        posted = GroupWork(self._engine.post(planned.note, tensors, planned.work), list(planned.written), seconds)
+        aside = self._coalesced is None and is_async((*args, *named.values()))
+        post = self._engine.post_aside if aside else self._engine.post
+        posted = GroupWork(post(planned.note, tensors, planned.work), list(planned.written), seconds)
         if self._coalesced is not None:
             self._coalesced.append(posted)
 
@@ -158,7 +161,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         dist.ProcessGroup.__init__(self, ctx.rank, ctx.world_size)  # type: ignore[call-arg]  # not in torch's stub
         TorchSide.__init__(self, ctx)
         self._store = _writable_store(ctx)
-        self._engine = Engine(self._store, ctx.name)
+        self._engine = Engine(self._store, ctx.name, aside=ctx.topology.same_process)
         self._repeats = Repeats()
         self._monitored = itertools.count()
 

@@ -78,6 +78,20 @@ def names_of(kind: type) -> Sequence[str]:
     return [name for name in ("reduceOp", "rootRank", "timeout") if hasattr(kind, name)]
 
 
+def is_async(values: Iterable[Any]) -> bool:
+    """An options object says that its caller goes on meanwhile. c10d's own say so unless they are told otherwise.
+
+    Without one, as from Python a call may be, it is taken for one that is waited for.
+    """
+    return any(can_be_async(type(value)) and value.asyncOp for value in values)  # type: ignore[arg-type]
+
+
+@cache
+def can_be_async(kind: type) -> bool:
+    """It is a class of options that say so."""
+    return bool(names_of(kind)) and hasattr(kind, "asyncOp")
+
+
 def _parts(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         names = names_of(type(value))  # type: ignore[arg-type]  # mypy takes no type for hashable

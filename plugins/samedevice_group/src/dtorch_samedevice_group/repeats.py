@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtorch_samedevice_group.collectives import Collective
-from dtorch_samedevice_group.options import PREMUL_SUM, names_of, number_of
+from dtorch_samedevice_group.options import PREMUL_SUM, can_be_async, names_of, number_of
 
 if TYPE_CHECKING:
     from dtorch_samedevice_group.arguments import Cut
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 Form = tuple[object, ...]
 """What a plan depends on: the method, each tensor's GPU, dtype and shape, the strides of one that may be cut, and the
-options but for the timeout."""
+options but for the timeout and whether the call is async."""
 
-Reading = tuple[Form, list[Tensor], timedelta | None]
-"""A call's form, its tensors in the order in which they were given, and its timeout."""
+Reading = tuple[Form, list[Tensor], timedelta | None, bool]
+"""A call's form, its tensors in the order in which they were given, its timeout, and whether it is async on a GPU."""
 
 _STRIDED = torch.strided
 _MOST = 1000
@@ -49,7 +49,7 @@ class Repeats(dict[Form, Known]):
 
     def learn(self, reading: Reading, plan: Plan) -> None:
         """Keep a plan that has passed all checks, if its tensors are those of the call, or can be cut from them."""
-        form, tensors, _ = reading
+        form, tensors, _, _ = reading
         if plan.cut is None and not (
             _same(tensors, plan.tensors) and _same(tensors[: len(plan.written)], plan.written)
         ):
@@ -65,7 +65,7 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
     """Read a call; None if there is anything out of the ordinary about it."""
     form: list[object] = [method]
     tensors: list[Tensor] = []
-    timeout = None
+    timeout, on_gpu, aside = None, False, False
     for arg in args:
         if type(arg) is Tensor:
             form.append(arg.stride())  # how it can be cut depends on that
@@ -92,7 +92,8 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
                     if tensor.is_cpu:
                         form += tensor.dtype, tensor.shape
                     elif tensor.is_cuda:
-                        form += tensor.device, tensor.dtype, tensor.shape
+                        on_gpu = True
+                        form += tensor.get_device(), tensor.dtype, tensor.shape
                     else:
                         return None
             except RuntimeError:  # nested tensors have no strides
@@ -101,7 +102,7 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
             form.append(len(arg))
             tensors += arg
         elif counts := _counts(type(arg)):  # type: ignore[arg-type]  # mypy takes no type for hashable
-            has_op, has_root = counts
+            has_op, has_root, may_be_async = counts
             options: Any = arg
             if has_op:
                 number = number_of(options.reduceOp)
@@ -113,20 +114,21 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
             if has_root:
                 form.append(options.rootRank)
 
+            aside = on_gpu and may_be_async and options.asyncOp
             timeout = options.timeout
             if timeout.days < 0:  # stands for none
                 timeout = None
         else:
             return None
 
-    return tuple(form), tensors, timeout
+    return tuple(form), tensors, timeout, aside
 
 
 @cache
-def _counts(kind: type) -> tuple[bool, bool] | None:
-    """Whether a reduction and a root count of a class of options; None if it is not one."""
+def _counts(kind: type) -> tuple[bool, bool, bool] | None:
+    """Whether a reduction, a root, and being async count of a class of options; None if it is not one."""
     names = names_of(kind)
-    return ("reduceOp" in names, "rootRank" in names) if "timeout" in names else None
+    return ("reduceOp" in names, "rootRank" in names, can_be_async(kind)) if "timeout" in names else None
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from dtorch_core import CollectiveMismatchError, StoreTimeoutError, UnsupportedOperationError, UnsupportedTensorError
 from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket, copy_of
+from dtorch_samedevice_group.aside import on
 from dtorch_samedevice_group.options import Options
 from dtorch_samedevice_group.work import Waited
 
@@ -72,6 +73,8 @@ class SparseWork(Waited):
         super().__init__([tensor], timeout)
         self._group, self._tensor, self._op = group, tensor, op
         self._own = tensor.detach().coalesce()
+        self._streams = [torch.cuda.current_stream(tensor.device)] if tensor.is_cuda else []
+        """This rank's: the second round is begun in any thread."""
         self._lock = threading.Lock()
         self._begins = False
         self._begun = threading.Event()
@@ -102,8 +105,8 @@ class SparseWork(Waited):
 
         try:
             self._first.wait(0)
-            self._parts = self._room(self._first.notes())
-            with self._place:
+            with self._place, on(self._streams):
+                self._parts = self._room(self._first.notes())
                 self._second = self._group.gather_parts(self._parts)
         except Exception as error:
             self._error = error

@@ -17,6 +17,7 @@ from dtorch_core._futures import settle_after
 from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket
 from dtorch_core.mail import Receipt
+from dtorch_samedevice_group.aside import on
 
 _init = dist._Work.__init__
 
@@ -85,11 +86,22 @@ class Waited(dist._Work):
 
         # Its callbacks may call collectives and wait for them. So the thread in which they run is the rank's, and no
         # other work waits for it.
+        beside = self._streams_beside()
         if self.is_completed():
-            self._fulfil(future, self.exception())
-        else:
-            settle_after(self.wait, lambda _, error: self._fulfil(future, error), "a future's wait")
+            with on(beside):
+                self._fulfil(future, self.exception())
 
+            return future
+
+        def wait() -> None:
+            with on(beside):
+                self.wait()
+
+        def settle(_: None, error: Exception | None) -> None:
+            with on(beside):
+                self._fulfil(future, error)
+
+        settle_after(wait, settle, "a future's wait")
         return future
 
     def _fulfil(self, future: torch.futures.Future[list[Tensor]], error: Exception | None) -> None:
@@ -102,6 +114,10 @@ class Waited(dist._Work):
     def _devices(self) -> list[torch.device]:
         """The GPUs that outputs may be on."""
         return sorted({tensor.device for tensor in self._outputs if tensor.is_cuda}, key=str)
+
+    def _streams_beside(self) -> list[torch.cuda.Stream]:
+        """Streams for a future to wait on, where it need not be on those of whoever asks for it: they go on then."""
+        return []
 
 
 class _Failed:
@@ -155,6 +171,9 @@ class GroupWork(Waited):
 
     def _end(self, timeout: float) -> None:
         self._ticket.wait(timeout)
+
+    def _streams_beside(self) -> list[torch.cuda.Stream]:
+        return [torch.cuda.Stream(device) for device in self._devices()]
 
 
 class SendWork(Waited):
