@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -163,10 +164,45 @@ def raises(ctx):
         group.barrier()
 
 
+def in_torch(ctx):
+    """What programs of torch.distributed do with their default process group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    assert dist.get_backend() == "dtorch"
+    x = part(ctx.rank, ctx.device, 4)
+    dist.all_reduce(x)
+    assert torch.equal(x, part(0, ctx.device, 4) + part(1, ctx.device, 4))
+    sub = dist.new_group([0, 1])
+    dist.barrier(group=sub)
+    objects = [None, None]
+    dist.all_gather_object(objects, {"rank": ctx.rank})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    got, peer = torch.zeros(4, device=ctx.device), 1 - ctx.rank
+    ops = [dist.P2POp(dist.isend, part(ctx.rank, ctx.device, 4), peer), dist.P2POp(dist.irecv, got, peer)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+    assert torch.equal(got, part(peer, ctx.device, 4))
+    inner = dist.split_group(dist.group.WORLD, [[0, 1]])
+    dist.broadcast(x, 0, group=inner)
+    dist.destroy_process_group(sub)
+    assert torch.cuda.current_device() == torch.device(ctx.device).index
+    mesh = init_device_mesh("cuda", (2,))
+    dense = torch.arange(24.0, device=ctx.device).reshape(4, 6)
+    for target in ([Shard(1)], [Replicate()], [Shard(0)]):
+        moved = distribute_tensor(dense, mesh, [Shard(0)]).redistribute(mesh, target)
+        assert torch.equal(moved.full_tensor(), dense)
+
+    return "right"
+
+
+
 if __name__ == "__main__":
     case, *devices = sys.argv[1:]
+    run = partial(spawn, ranks_as="processes", devices=devices, timeout=2 * LIMIT, torch_distributed=case == "in_torch")
     try:
-        for told in spawn(globals()[case], len(devices), ranks_as="processes", devices=devices, timeout=2 * LIMIT):
+        for told in run(globals()[case], len(devices)):
             print(told)
     except RankFailedError as error:
         print(error)

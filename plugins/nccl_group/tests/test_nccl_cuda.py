@@ -268,30 +268,10 @@ class TestSeveralGroups:
 
 
 class TestTorchDistributed:
-    def program(self, ctx):
-        assert dist.get_backend() == "dtorch"
-        x = part(ctx.rank, ctx.device, 4)
-        dist.all_reduce(x)
-        assert torch.equal(x, part(0, ctx.device, 4) + part(1, ctx.device, 4))
-        sub = dist.new_group([0, 1])
-        dist.barrier(group=sub)
-        objects = [None, None]
-        dist.all_gather_object(objects, {"rank": ctx.rank})
-        assert objects == [{"rank": 0}, {"rank": 1}]
-        got, peer = torch.zeros(4, device=ctx.device), 1 - ctx.rank
-        ops = [dist.P2POp(dist.isend, part(ctx.rank, ctx.device, 4), peer), dist.P2POp(dist.irecv, got, peer)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-
-        assert torch.equal(got, part(peer, ctx.device, 4))
-        inner = dist.split_group(dist.group.WORLD, [[0, 1]])
-        dist.broadcast(x, 0, group=inner)
-        dist.destroy_process_group(sub)
-        return torch.cuda.current_device()
-
     @pytest.mark.filterwarnings("ignore:barrier\\(\\). using the device under current context:UserWarning")
     def test_programs_run_on_it_as_threads(self):
-        assert spawn(self.program, 2, devices=devices(2), torch_distributed=True, timeout=2 * LIMIT) == [0, 1]
+        results = spawn(ranks.in_torch, 2, devices=devices(2), torch_distributed=True, timeout=2 * LIMIT)
+        assert results == ["right"] * 2
 
     def test_tensors_of_torch_move_between_placements(self):
         from torch.distributed.device_mesh import init_device_mesh
@@ -316,7 +296,7 @@ class TestProcesses:
         print(done.stderr)
         return done.stdout, time.monotonic() - begun
 
-    @pytest.mark.parametrize("case", ["values", "kit"])
+    @pytest.mark.parametrize("case", ["values", "kit", "in_torch"])
     def test_values(self, case):
         assert self.run(case)[0] == "right\nright\n"
 
@@ -335,6 +315,15 @@ class TestProcesses:
         assert "rank 1 of 2 failed with ZeroDivisionError: on purpose" in out
         assert lasted < LIMIT
 
+
+    @pytest.mark.parametrize("backend", ["dtorch", "nccl"])
+    def test_a_script_of_torchrun(self, backend):
+        """The same script over torch's own backend, which it was written for."""
+        script = PROGRAM.with_name("nccl_script.py")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        done = subprocess.run([*command, backend], capture_output=True, text=True, timeout=3 * LIMIT)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2: right" for rank in range(2)]
 
 
 def test_it_is_asked_for_by_name():
