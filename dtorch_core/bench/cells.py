@@ -93,7 +93,10 @@ def call(cell: Cell, group: dist.ProcessGroup, buffers: Buffers) -> Callable[[],
     device = torch.device(cell.device)
 
     def call_and_wait() -> None:
-        begin().wait()
+        work = begin()
+        if work is not None:  # NCCL has nothing to wait for where a call is on the current stream
+            work.wait()
+
         torch.cuda.synchronize(device)
 
     return call_and_wait
