@@ -29,3 +29,10 @@ def dtorch_register_thread_groups() -> list[BackendSpec]:
             ),
         )
     ]
+
+
+@hookimpl
+def dtorch_doctor() -> list[str]:
+    from dtorch_samedevice_group import sharing  # not to list what is installed
+
+    return sharing.report()
