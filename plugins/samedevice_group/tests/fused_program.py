@@ -223,8 +223,13 @@ def places():
         inputs = [x(r, ranks).chunk(ranks) for r in members]
         return [[inputs[r][0], *inputs[r]] for r in members]
 
+    def listed(rank):
+        """At distances that differ."""
+        room = x(rank, 6)
+        return [room[start * size :][:size] for start in (0, 1, 3, 4)]
+
     def lists():
-        return [[x(9), *[x(10 * r + s) for s in members]] for r in members]
+        return [[x(9), *listed(r)] for r in members]
 
     def one_input():
         shared = x(0, ranks).chunk(ranks)
@@ -261,7 +266,7 @@ def places():
 
     gather = collectives.all_gather()
     check("all_gather in place", gather, in_place_gather, 1)
-    check("all_gather to lists", gather, lambda: [[*[x(s) for s in members], x(r)] for r in members], ranks)
+    check("all_gather to lists", gather, lambda: [[*listed(9), x(r)] for r in members], ranks)
     check("all_gather of other sizes", gather, uneven, ranks)
     check("all_gather of nothing and something", gather, empty_first, ranks - 1)
     check("all_gather of conjugates", gather, lambda: [[*_c(r, 4), _c(r, 1)[0].conj()] for r in members], 0)
@@ -278,8 +283,7 @@ def places():
 
     check("scatter in place", collectives.scatter(1), in_place_rooted("scatter"), 1)
     check("gather in place", collectives.gather(1), in_place_rooted("gather"), 1)
-    from_list = lists()[0][1:]
-    check("scatter of a list", collectives.scatter(0), lambda: [[x(9), *from_list], *[[x(r)] for r in members[1:]]], 0)
+    check("scatter of a list", collectives.scatter(0), lambda: [[x(9), *listed(0)], *[[x(r)] for r in members[1:]]], 0)
     check("broadcast to itself", collectives.broadcast(0), lambda: [[y] for y in [x(0)] * 3], 0)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from dtorch_samedevice_group.blocks import Job, plain
+from dtorch_samedevice_group.blocks import Job
 from dtorch_samedevice_group.fused_launch import BLOCK_BYTES, MOST, launcher
 from dtorch_samedevice_group.places import alignment, apart, step_of, word
 from dtorch_samedevice_group.recipes import Recipe
@@ -28,8 +28,8 @@ def takes(tensor: Tensor) -> bool:
 def reduce(how: Recipe, inputs: Job, outputs: Job) -> bool:
     """Every output becomes the reduction of the inputs, which may be outputs."""
     nbytes, device = inputs[0].nbytes, inputs[0].get_device()
-    ins = _places(inputs, nbytes, device)
-    outs = ins if outputs is inputs else _places(outputs, nbytes, device)
+    ins = _places(inputs, nbytes)
+    outs = ins if outputs is inputs else _places(outputs, nbytes)
     if ins is None or outs is None or not 2 <= len(ins) <= MOST:
         return False
 
@@ -72,8 +72,8 @@ def spread(jobs: Sequence[Job]) -> Sequence[Job]:
 def exchange(sources: Sequence[Job], targets: Sequence[Job]) -> bool:
     """``sources[s][r]`` is copied to ``targets[r][s]``."""
     nbytes, device = sources[0][0].nbytes, sources[0][0].get_device()
-    given = [_places(tensors, nbytes, device) for tensors in sources]
-    taken = [_places(tensors, nbytes, device) for tensors in targets]
+    given = [_places(tensors, nbytes) for tensors in sources]
+    taken = [_places(tensors, nbytes) for tensors in targets]
     in_step, out_step = step_of(given, nbytes), step_of(taken, nbytes)
     if in_step is None or out_step is None or max(len(given), len(taken)) > MOST:
         return False
@@ -98,7 +98,7 @@ def exchange(sources: Sequence[Job], targets: Sequence[Job]) -> bool:
 def _reduce_spaced(how: Recipe, jobs: Sequence[Job]) -> bool:
     """All jobs in one launch, where each rank's inputs lie at one distance from each other."""
     nbytes, device = jobs[0][0].nbytes, jobs[0][0].get_device()
-    outs, *rows = [_places(tensors, nbytes, device) for tensors in zip(*jobs, strict=True)]
+    outs, *rows = [_places(tensors, nbytes) for tensors in zip(*jobs, strict=True)]
     step = step_of(rows, nbytes)
     if outs is None or step is None or not 2 <= len(rows) <= MOST or len(jobs) > MOST:
         return False
@@ -124,7 +124,7 @@ def _reduce_spaced(how: Recipe, jobs: Sequence[Job]) -> bool:
 def _spread_spaced(jobs: Sequence[Job]) -> bool:
     """All jobs in one launch, where each rank's targets lie at one distance from each other."""
     nbytes, device = jobs[0][0].nbytes, jobs[0][0].get_device()
-    sources, *rows = [_places(tensors, nbytes, device) for tensors in zip(*jobs, strict=True)]
+    sources, *rows = [_places(tensors, nbytes) for tensors in zip(*jobs, strict=True)]
     step = step_of(rows, nbytes)
     if sources is None or step is None or max(len(sources), len(rows)) > MOST:
         return False
@@ -145,13 +145,20 @@ def _spread_spaced(jobs: Sequence[Job]) -> bool:
     return True
 
 
-def _places(tensors: Job, nbytes: int, device: int) -> list[int] | None:
-    """Their addresses; None if there is nothing to move, or one is strided, or of another size or device."""
+def _places(tensors: Job, nbytes: int) -> list[int] | None:
+    """Their addresses; None if there is nothing to move, or one is strided, or has another size.
+
+    They are on one device: the ranks' fingerprints say which. This is most of what a small collective costs here.
+    """
+    if not nbytes:
+        return None
+
+    complex_too = tensors[0].is_complex()
     for tensor in tensors:
-        if not plain(tensor) or tensor.nbytes != nbytes or tensor.get_device() != device:
+        if not tensor.is_contiguous() or tensor.nbytes != nbytes or tensor.is_neg() or complex_too and tensor.is_conj():
             return None
 
-    return [tensor.data_ptr() for tensor in tensors] if nbytes else None
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _firsts(rows: Sequence[list[int] | None]) -> list[int]:

@@ -32,6 +32,9 @@ _DTYPES = {
     torch.uint8: tl.uint8,
     torch.bool: tl.int1,
 }
+PIECES = tl.constexpr(8)
+"""In which the last block is moved: all of it at once, with a mask, would take three times the registers, of all."""
+
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -159,8 +162,10 @@ def reduce(
         _reduce_block(ins, outs, first, length, job, in_step,
                       IN, OUT, SPREAD, OP, DIVIDE, DTYPE, COMPUTE, ALIGN, BLOCK, True)
     else:
-        _reduce_block(ins, outs, first, length, job, in_step,
-                      IN, OUT, SPREAD, OP, DIVIDE, DTYPE, COMPUTE, ALIGN, BLOCK, False)
+        while first < length:
+            _reduce_block(ins, outs, first, length, job, in_step,
+                          IN, OUT, SPREAD, OP, DIVIDE, DTYPE, COMPUTE, ALIGN, BLOCK // PIECES, False)
+            first += BLOCK // PIECES
 
 
 @triton.jit
@@ -184,7 +189,10 @@ def copy(
     if first + BLOCK <= length:
         _copy_block(ins, outs, first, length, job, in_step, out_step, IN, OUT, SPREAD, DTYPE, ALIGN, BLOCK, True)
     else:
-        _copy_block(ins, outs, first, length, job, in_step, out_step, IN, OUT, SPREAD, DTYPE, ALIGN, BLOCK, False)
+        while first < length:
+            _copy_block(ins, outs, first, length, job, in_step, out_step,
+                        IN, OUT, SPREAD, DTYPE, ALIGN, BLOCK // PIECES, False)
+            first += BLOCK // PIECES
 # fmt: on
 
 

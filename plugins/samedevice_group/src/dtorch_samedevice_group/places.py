@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 WIDEST = 16
 """Bytes that a thread can move at once, where their address is a multiple of it."""
@@ -36,6 +37,10 @@ def step_of(rows: Sequence[Sequence[int] | None], nbytes: int) -> int | None:
 
 def apart(written: Collection[int], written_bytes: int, read: Collection[int], read_bytes: int) -> bool:
     """Nothing that is written meets anything else. What is only read may meet."""
+    if not read:
+        places = sorted(written)
+        return all([after - place >= written_bytes for place, after in pairwise(places)])
+
     spans = [(place, place + written_bytes, True) for place in written]
     spans += [(place, place + read_bytes, False) for place in read]
     spans.sort()
