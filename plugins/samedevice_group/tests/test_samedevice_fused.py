@@ -38,6 +38,17 @@ def test_interpreted_kernels_do_what_torch_does(part):
     assert int(done.stdout.split()[-1]) > 20
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are not compiled")
+def test_compiled_kernel_serves_all_numbers():
+    """Only the constants are compiled in: what was compiled for the first call is launched for the next ones."""
+    fused_kernels = importlib.import_module("dtorch_samedevice_group.fused_kernels")
+    for kernel in (fused_kernels.reduce, fused_kernels.copy):
+        numbers = [param for param in kernel.params if not param.is_constexpr]
+        assert len(numbers) == 2 * MOST + 3
+        assert all(param.do_not_specialize and param.annotation_type == "i64" for param in numbers)
+
+
 class TestRecipes:
     def test_table(self):
         """What is fused is what the table in the docstring says."""

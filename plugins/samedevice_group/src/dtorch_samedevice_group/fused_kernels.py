@@ -139,8 +139,14 @@ def _reduce_block(
         _store(result, _chosen(outs, job, OUT), first, length, DTYPE, ALIGN, BLOCK, FULL)
 
 
+NUMBERS = [*[f"i{number}" for number in range(16)], *[f"o{number}" for number in range(16)]]
+NUMBERS += ["length", "in_step", "out_step"]
+"""Parameters that are no constants. Triton would compile a kernel for 1 and one for multiples of 16, and the first one
+that was compiled would be launched with all others too."""
+
+
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def reduce(
     i0: tl.int64, i1: tl.int64, i2: tl.int64, i3: tl.int64, i4: tl.int64, i5: tl.int64, i6: tl.int64, i7: tl.int64,
     i8: tl.int64, i9: tl.int64, i10: tl.int64, i11: tl.int64, i12: tl.int64, i13: tl.int64, i14: tl.int64,
@@ -168,7 +174,7 @@ def reduce(
             first += BLOCK // PIECES
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def copy(
     i0: tl.int64, i1: tl.int64, i2: tl.int64, i3: tl.int64, i4: tl.int64, i5: tl.int64, i6: tl.int64, i7: tl.int64,
     i8: tl.int64, i9: tl.int64, i10: tl.int64, i11: tl.int64, i12: tl.int64, i13: tl.int64, i14: tl.int64,
