@@ -63,6 +63,7 @@ class AsyncTests(GroupConformance):
     @EACH
     def test_call_returns_before_the_others_have_come(self, collective: Collective) -> None:
         come = threading.Event()
+        only_gives = collective.name == "reduce"
 
         def body(group: ThreadGroup) -> None:
             xs = [coded(rank, (4, 2), group.device) for rank in range(2)]
@@ -71,7 +72,8 @@ class AsyncTests(GroupConformance):
 
             work = collective.call(group, xs[group.rank], async_op=True)
             if group.rank == 0:
-                assert not work.is_completed()
+                # Who only gives has done its part once that is on its way, where ranks need not meet.
+                assert not work.is_completed() or (only_gives and "mismatch" not in self.declared)
                 come.set()
 
             assert same(work.result(), collective.wanted(xs, group.rank))

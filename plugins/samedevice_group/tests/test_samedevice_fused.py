@@ -20,12 +20,13 @@ from dtorch_core.reduction import OPS, rule
 HERE = Path(__file__).parent
 LIMIT = 240
 FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
-KINDS = *FLOATS, torch.int8, torch.uint64, torch.bool, torch.complex64
+KINDS = *FLOATS, torch.int8, torch.int32, torch.int64, torch.uint64, torch.bool, torch.complex64
 
 
 @pytest.mark.parametrize("part", ["places", "copies", "reductions"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("numpy") is None, reason="triton's interpreter needs NumPy")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU itself tells")
 def test_interpreted_kernels_do_what_torch_does(part):
     done = subprocess.run(
         [sys.executable, "-P", str(HERE / "fused_program.py"), part],
@@ -63,17 +64,16 @@ class TestRecipes:
                 if known is not None:
                     fused_ops.setdefault(dtype, set()).add(op)
 
-        numbers = {"sum", "product", "min", "max"}
-        bits = {"band", "bor", "bxor"}
-        floats = dict.fromkeys(FLOATS, numbers | {"avg"})
-        assert fused_ops == {**floats, **dict.fromkeys(KINDS[4:7], numbers | bits)}
+        numbers = {"sum", "product", "min", "max", "avg"}
+        assert fused_ops == {
+            torch.float64: {"sum", "product", "avg"},
+            **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), numbers),
+            **dict.fromkeys((torch.int32, torch.int64), {"sum", "min", "max"}),
+        }
 
     def test_half_is_added_up_in_float32_and_ordered_as_it_is(self):
         assert recipe(rule("avg", torch.float16), None) == Recipe("add", True, torch.float16, torch.float32)
         assert recipe(rule("min", torch.bfloat16), None) == Recipe("min", False, torch.bfloat16, torch.bfloat16)
-
-    def test_bool_is_a_byte_in_memory(self):
-        assert recipe(rule("sum", torch.bool), None) == Recipe("or", False, torch.uint8, torch.bool)
 
     def test_factor_is_left_to_torch(self):
         assert recipe(rule("premul_sum", torch.float32), 0.5) is None
@@ -195,6 +195,15 @@ class TestDecisions:
         assert len(fused.spread([[a, b, torch.ones(50)]])) == 1
         assert not fused.exchange([[a], [torch.ones(50)]], [[b, torch.ones(50)]])
 
+    def test_tensors_of_their_own_are_not_taken_for_parts_of_one(self):
+        """By chance they lie evenly, and the next time they do not: each time another kernel would be compiled."""
+        room = torch.ones(40)
+        even = [torch.empty(0).set_(part.untyped_storage(), 0, (10,)) for part in (torch.ones(10), torch.ones(10))]
+        parts = list(room.split(10))
+        assert fused._row(parts, 40) == [room.data_ptr() + 40 * number for number in range(4)]
+        assert fused._row(even, 40) is None
+        assert fused._row(even[:1], 40) == [even[0].data_ptr()]
+
     def test_reduce_scatter_in_place_is_only_for_ones_own_part(self):
         inputs = [list(torch.ones(40).chunk(4)) for _ in range(4)]
 
@@ -248,6 +257,7 @@ class TestLauncher:
     def without_a_gpu(self, monkeypatch):
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         self.launcher = Launcher()
         self.launcher.usable = True
 
@@ -303,6 +313,14 @@ class TestLauncher:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert not self.launch()
+
+    def test_nothing_is_loaded_into_a_graph(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not self.launch()
+        assert self.launcher.usable, "the next call may"
+        calls = []
+        self.launcher._compiled[0, ("reduce",)] = self.compiled(calls), ()
+        assert self.launch() and calls, "what is loaded is captured"
 
     def test_without_triton_nothing_is_said(self, monkeypatch):
         def missing(variant):

@@ -72,8 +72,8 @@ def spread(jobs: Sequence[Job]) -> Sequence[Job]:
 def exchange(sources: Sequence[Job], targets: Sequence[Job]) -> bool:
     """``sources[s][r]`` is copied to ``targets[r][s]``."""
     nbytes, device = sources[0][0].nbytes, sources[0][0].get_device()
-    given = [_places(tensors, nbytes) for tensors in sources]
-    taken = [_places(tensors, nbytes) for tensors in targets]
+    given = [_row(tensors, nbytes) for tensors in sources]
+    taken = [_row(tensors, nbytes) for tensors in targets]
     in_step, out_step = step_of(given, nbytes), step_of(taken, nbytes)
     if in_step is None or out_step is None or max(len(given), len(taken)) > MOST:
         return False
@@ -98,7 +98,8 @@ def exchange(sources: Sequence[Job], targets: Sequence[Job]) -> bool:
 def _reduce_spaced(how: Recipe, jobs: Sequence[Job]) -> bool:
     """All jobs in one launch, where each rank's inputs lie at one distance from each other."""
     nbytes, device = jobs[0][0].nbytes, jobs[0][0].get_device()
-    outs, *rows = [_places(tensors, nbytes) for tensors in zip(*jobs, strict=True)]
+    first, *others = zip(*jobs, strict=True)
+    outs, rows = _places(first, nbytes), [_row(tensors, nbytes) for tensors in others]
     step = step_of(rows, nbytes)
     if outs is None or step is None or not 2 <= len(rows) <= MOST or len(jobs) > MOST:
         return False
@@ -124,7 +125,8 @@ def _reduce_spaced(how: Recipe, jobs: Sequence[Job]) -> bool:
 def _spread_spaced(jobs: Sequence[Job]) -> bool:
     """All jobs in one launch, where each rank's targets lie at one distance from each other."""
     nbytes, device = jobs[0][0].nbytes, jobs[0][0].get_device()
-    sources, *rows = [_places(tensors, nbytes) for tensors in zip(*jobs, strict=True)]
+    first, *others = zip(*jobs, strict=True)
+    sources, rows = _places(first, nbytes), [_row(tensors, nbytes) for tensors in others]
     step = step_of(rows, nbytes)
     if sources is None or step is None or max(len(sources), len(rows)) > MOST:
         return False
@@ -159,6 +161,19 @@ def _places(tensors: Job, nbytes: int) -> list[int] | None:
             return None
 
     return [tensor.data_ptr() for tensor in tensors]
+
+
+def _row(tensors: Job, nbytes: int) -> list[int] | None:
+    """As :func:`_places`, of parts of one tensor. Others may lie as evenly, by chance: another kernel is not compiled
+    for that."""
+    places = _places(tensors, nbytes)
+    if places is not None and len(places) > 1:
+        width = tensors[0].element_size()
+        starts = {place - width * tensor.storage_offset() for place, tensor in zip(places, tensors, strict=True)}
+        if len(starts) > 1:
+            return None
+
+    return places
 
 
 def _firsts(rows: Sequence[list[int] | None]) -> list[int]:

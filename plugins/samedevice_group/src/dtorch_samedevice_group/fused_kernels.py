@@ -24,13 +24,6 @@ _DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.int64: tl.int64,
     torch.int32: tl.int32,
-    torch.int16: tl.int16,
-    torch.int8: tl.int8,
-    torch.uint64: tl.uint64,
-    torch.uint32: tl.uint32,
-    torch.uint16: tl.uint16,
-    torch.uint8: tl.uint8,
-    torch.bool: tl.int1,
 }
 PIECES = tl.constexpr(8)
 """In which the last block is moved: all of it at once, with a mask, would take three times the registers, of all."""
@@ -86,12 +79,6 @@ def _combine(a, b, OP: tl.constexpr):
         result = a + b
     elif OP == "mul":
         result = a * b
-    elif OP == "and":
-        result = a & b
-    elif OP == "or":
-        result = a | b
-    elif OP == "xor":
-        result = a ^ b
     else:
         result = (tl.minimum(a, b) if OP == "min" else tl.maximum(a, b)).to(a.dtype)
         if a.dtype.is_floating():

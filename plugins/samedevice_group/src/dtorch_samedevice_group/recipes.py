@@ -8,17 +8,14 @@ import torch
 
 from dtorch_core.reduction import Rule
 
-_OPS = {
-    "sum": "add",
-    "avg": "add",
-    "product": "mul",
-    "min": "min",
-    "max": "max",
-    "band": "and",
-    "bor": "or",
-    "bxor": "xor",
+_OPS = {"sum": "add", "avg": "add", "product": "mul", "min": "min", "max": "max"}
+_HALF = (torch.float16, torch.bfloat16)
+_FUSED = {
+    torch.float64: {"sum", "avg", "product"},
+    **dict.fromkeys((torch.float32, *_HALF), set(_OPS)),
+    **dict.fromkeys((torch.int32, torch.int64), {"sum", "min", "max"}),
 }
-_BOOL_OPS = {"sum": "or", "product": "and", "min": "and", "max": "or", "band": "and", "bor": "or", "bxor": "xor"}
+"""Each is a kernel that is compiled when it is first used, for every number of ranks: so what is rare is not among them."""
 
 
 class Recipe(NamedTuple):
@@ -33,30 +30,22 @@ class Recipe(NamedTuple):
 
 
 def recipe(rule: Rule, factor: float | None) -> Recipe | None:
-    """A kernel's way to the result of :meth:`Rule.into`; None where that would be another bit by bit, or rare.
+    """A kernel's way to the result of :meth:`Rule.into`; None where that would be another bit by bit, or is rare.
 
-    ============ ================ ================= ======== ======== ========
-    op           float32, float64 float16, bfloat16 integers bool     complex
-    ============ ================ ================= ======== ======== ========
-    sum          yes              in float32        yes      or       no [1]_
-    avg          yes              in float32        no [2]_  -        no [1]_
-    product      yes              in float32        yes      and      no
-    min, max     yes              yes               yes      and, or  -
-    band ...     -                -                 yes      logical  -
-    premul_sum   no [2]_          no [2]_           -        -        no
-    ============ ================ ================= ======== ======== ========
+    =========== ======= ======= ================= ============ ======
+    op          float64 float32 float16, bfloat16 int32, int64 others
+    =========== ======= ======= ================= ============ ======
+    sum         yes     yes     in float32        yes          no
+    avg         yes     yes     in float32        no           no
+    product     yes     yes     in float32        no           no
+    min, max    no [1]_ yes     yes               yes          no
+    others      no      no      no                no           no
+    =========== ======= ======= ================= ============ ======
 
-    .. [1] torch adds 1 times the other number, which makes NaN of infinite parts, and divides by multiplying.
-    .. [2] rare.
+    .. [1] of 0.0 and -0.0 Triton takes the other one.
     """
-    dtype = rule.dtype
-    if dtype is torch.bool:
-        return Recipe(_BOOL_OPS[rule.op], False, torch.uint8, torch.bool)
-
-    if factor is not None or rule.op not in _OPS or dtype.is_complex:
+    dtype, op = rule.dtype, rule.op
+    if factor is not None or op not in _FUSED.get(dtype, ()):
         return None
 
-    if not dtype.is_floating_point:
-        return None if rule.op == "avg" else Recipe(_OPS[rule.op], False, dtype, dtype)
-
-    return Recipe(_OPS[rule.op], rule.op == "avg", dtype, rule.accumulate or dtype)
+    return Recipe(_OPS[op], op == "avg", dtype, rule.accumulate or dtype)
