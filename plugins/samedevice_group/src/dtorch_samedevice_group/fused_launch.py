@@ -25,8 +25,8 @@ BLOCK_BYTES = 4096
 """What one block of threads moves of each tensor."""
 
 WARPS = 8
-"""Threads of a block, in 32s. (Measured on an H200: blocks of 4 to 32 KiB and 4 to 16 warps differ by 6 % at 256 MiB, and
-small collectives are fastest with small blocks.)"""
+"""Threads of a block, in 32s. (Measured on an H200: blocks of 4 to 32 KiB and 4 to 16 warps differ by 6 % at 256 MiB,
+and small collectives are fastest with small blocks.)"""
 
 Variant = tuple[Any, ...]
 """What a kernel is compiled for: its name, then what :func:`dtorch_samedevice_group.fused_kernels.variant` takes."""

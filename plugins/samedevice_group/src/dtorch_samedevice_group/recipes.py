@@ -15,7 +15,7 @@ _FUSED = {
     **dict.fromkeys((torch.float32, *_HALF), set(_OPS)),
     **dict.fromkeys((torch.int32, torch.int64), {"sum", "min", "max"}),
 }
-"""Each is a kernel that is compiled when it is first used, for every number of ranks: so what is rare is not among them."""
+"""Each is a kernel that is compiled when it is first used, for every number of ranks: so what is rare is not here."""
 
 
 class Recipe(NamedTuple):
