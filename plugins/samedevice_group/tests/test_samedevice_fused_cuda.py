@@ -38,13 +38,18 @@ SPECIAL = math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 6e-8, 65504.0, 3.4e38
 def launches(monkeypatch):
     """The variants of all kernels that are launched."""
     seen = []
-    launch = fused.launcher.launch
+    launch, repeat = fused.launcher.launch, fused.launcher.repeat
 
     def noting(variant, *args):
         seen.append(variant)
         return launch(variant, *args)
 
+    def again(known):
+        seen.append("again")
+        return repeat(known)
+
     monkeypatch.setattr(fused.launcher, "launch", noting)
+    monkeypatch.setattr(fused.launcher, "repeat", again)
     return seen
 
 
@@ -239,6 +244,34 @@ class TestLaunches:
             return [*ends, whole.sum()[None], x.sum()[None]]
 
         assert check(body, 2, launches, monkeypatch) == 2
+
+    def test_the_same_buffers_again_and_again(self, launches):
+        """One launch is decided on; what the values are is another matter."""
+
+        def body(group):
+            pg, rank, size = group.process_group, group.rank, group.world_size
+            x, whole, out = (torch.empty(count, device=GPU) for count in (999, 999 * size, 999))
+            results = []
+            for turn in range(6):
+                x.fill_(rank + turn)
+                pg.allreduce([x]).wait()
+                results.append(x.clone())
+                pg._allgather_base(whole, x + rank if turn % 2 else x.add_(rank)).wait()
+                pg._reduce_scatter_base(out, whole).wait()
+                results += [whole.clone(), out.clone()]
+
+            return results
+
+        results = iter(on_ranks(body, 3))
+        for _ in range(3):
+            for turn in range(6):
+                total = 3.0 + 3 * turn
+                assert torch.equal(next(results), torch.full((999,), total, device=GPU))
+                parts = [torch.full((999,), total + rank, device=GPU) for rank in range(3)]
+                assert torch.equal(next(results), torch.cat(parts))
+                assert next(results).unique().numel() == 1
+
+        assert len(launches) == 18 and launches.count("again") >= 3
 
     def test_behind_slow_kernels_of_each_ranks_stream(self, launches):
         def body(group):

@@ -12,6 +12,8 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from torch import Tensor
+
 from dtorch_core import CollectiveMismatchError
 from dtorch_core._shapes import describe
 from dtorch_core.declared import Place, Result, Shapes
@@ -19,6 +21,7 @@ from dtorch_core.joint import Offer
 from dtorch_core.reduction import Rule
 from dtorch_samedevice_group import fused
 from dtorch_samedevice_group.blocks import Job, Task, Tensors, copies, share
+from dtorch_samedevice_group.fused_again import Again
 from dtorch_samedevice_group.recipes import recipe
 
 
@@ -45,12 +48,13 @@ def nothing() -> Collective:
 
 def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
     """Each rank's tensors are replaced by their reduction over the ranks."""
-    do, how = partial(_reduce_in_place, rule, factor), recipe(rule, factor)
+    do, how, again = partial(_reduce_in_place, rule, factor), recipe(rule, factor), Again()
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
-        jobs = _by_position(offers)
+        jobs: Sequence[Job] = _by_position(offers)
         if how is not None and jobs and fused.takes(jobs[0][0]):
-            jobs = [job for job in jobs if not fused.reduce(how, job, job)]
+            tensors, attempt = jobs[0] if len(jobs) == 1 else _flat(jobs), partial(fused.reduce_in_place, how, jobs)
+            jobs = again.left(tensors, tensors, attempt)
 
         return share(jobs, do)
 
@@ -80,13 +84,14 @@ def reduce(rule: Rule, root: int, factor: float | None = None) -> Collective:
 
 def reduce_scatter(rule: Rule, factor: float | None = None) -> Collective:
     """Rank r offers its output, then its input for each rank; output r is the reduction of every rank's input r."""
-    how = recipe(rule, factor)
+    how, again = recipe(rule, factor), Again()
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         ranks = [offer.tensors for offer in offers]
         jobs: Sequence[Job] = [(mine[0], *[theirs[number] for theirs in ranks]) for number, mine in enumerate(ranks, 1)]
         if how is not None and fused.takes(jobs[0][0]):
-            jobs = fused.reduce_each(how, jobs)
+            outputs = [mine[0] for mine in ranks]
+            jobs = again.left(_flat(ranks), outputs, partial(fused.reduce_each, how, jobs))
 
         return share(jobs, partial(_reduce_out, rule, factor))
 
@@ -100,12 +105,15 @@ def reduce_scatter(rule: Rule, factor: float | None = None) -> Collective:
 def all_gather() -> Collective:
     """Rank r offers its output for each rank, then its input; every rank's output s is rank s's input."""
 
+    again = Again()
+
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
+        outputs = [tensor for offer in offers for tensor in offer.tensors[:-1]]
         if fused.takes(offers[0].tensors[-1]):
             ranks = [offer.tensors for offer in offers]
-            return _spread([(mine[-1], *[theirs[number] for theirs in ranks]) for number, mine in enumerate(ranks)])
+            jobs = [(mine[-1], *[theirs[number] for theirs in ranks]) for number, mine in enumerate(ranks)]
+            return _copied(again.left(_flat(ranks), outputs, partial(fused.spread, jobs)))
 
-        outputs = [tensor for offer in offers for tensor in offer.tensors[:-1]]
         return copies(outputs, [offer.tensors[-1] for offer in offers] * len(offers))
 
     def results(shapes: Shapes) -> Sequence[Result]:
@@ -117,11 +125,13 @@ def all_gather() -> Collective:
 
 def broadcast(root: int) -> Collective:
     """Every rank's tensors become the root's."""
+    again = Again()
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         given, others = offers[root].tensors, [offer.tensors for offer in offers if offer.rank != root]
         if given and others and fused.takes(given[0]):
-            return _spread([(tensor, *[theirs[number] for theirs in others]) for number, tensor in enumerate(given)])
+            jobs = [(tensor, *[theirs[number] for theirs in others]) for number, tensor in enumerate(given)]
+            return _copied(again.left(_flat(jobs), _flat(others), partial(fused.spread, jobs)))
 
         return copies([tensor for tensors in others for tensor in tensors], given * len(others))
 
@@ -230,10 +240,13 @@ def _moved(places: Sequence[Place], by: int) -> Sequence[Place]:
     return [Place(place.rank, place.number + by) for place in places]
 
 
-def _spread(jobs: Sequence[Job]) -> Sequence[Task]:
+def _flat(rows: Sequence[Job]) -> list[Tensor]:
+    return [tensor for row in rows for tensor in row]
+
+
+def _copied(jobs: Sequence[Job]) -> Sequence[Task]:
     """Copy each job's first tensor to its others, on CUDA."""
-    left = fused.spread(jobs)
-    return copies([target for job in left for target in job[1:]], [job[0] for job in left for _ in job[1:]])
+    return copies([target for job in jobs for target in job[1:]], [job[0] for job in jobs for _ in job[1:]])
 
 
 def _check_sent(sources: Tensors, targets: Tensors, ranks_of: Callable[[int], tuple[int, int]]) -> None:

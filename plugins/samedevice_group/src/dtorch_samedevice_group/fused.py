@@ -45,6 +45,11 @@ def reduce(how: Recipe, inputs: Job, outputs: Job) -> bool:
     return True
 
 
+def reduce_in_place(how: Recipe, jobs: Sequence[Job]) -> Sequence[Job]:
+    """Each job's tensors become their reduction. Returns the jobs that are left."""
+    return [job for job in jobs if not reduce(how, job, job)]
+
+
 def reduce_each(how: Recipe, jobs: Sequence[Job]) -> Sequence[Job]:
     """Of each job, the first tensor becomes the reduction of the others. Returns the jobs that are left."""
     if _reduce_spaced(how, jobs):

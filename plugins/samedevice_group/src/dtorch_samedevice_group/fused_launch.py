@@ -10,7 +10,9 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ WARPS = 8
 """Threads of a block, in 32s. (Measured on an H200: blocks of 4 to 32 KiB and 4 to 16 warps differ by 6 % at 256 MiB,
 and small collectives are fastest with small blocks.)"""
 
+Launch = tuple[int, Callable[..., object]]
+"""A device, and what queues a kernel on the stream that it is given."""
+
 Variant = tuple[Any, ...]
 """What a kernel is compiled for: its name, then what :func:`dtorch_samedevice_group.fused_kernels.variant` takes."""
 
@@ -41,6 +46,31 @@ class Launcher:
         self.usable = os.environ.get(VARIABLE, "").strip() != "0" and not torch.version.hip
         self._compiled: dict[tuple[int, Variant], tuple[Any, tuple[object, ...]]] = {}
         self._compiling = threading.Lock()
+        self._here = _Here()
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Launch]]:
+        """What this thread launches meanwhile; not what is compiled for it."""
+        before, self._here.launches = self._here.launches, []
+        try:
+            yield self._here.launches
+        finally:
+            self._here.launches = before
+
+    def repeat(self, launch: Launch) -> bool:
+        """Queue a kernel once more, on the current stream. As :meth:`launch`."""
+        device, start = launch
+        try:
+            if torch._C._cuda_getDevice() != device:
+                with torch.cuda.device(device):
+                    start(stream=torch._C._cuda_getCurrentRawStream(device))
+            else:
+                start(stream=torch._C._cuda_getCurrentRawStream(device))
+        except Exception as error:
+            self._give_up(error)
+            return False
+
+        return True
 
     def launch(
         self,
@@ -85,7 +115,10 @@ class Launcher:
         compiled, constants = known
         stream = torch._C._cuda_getCurrentRawStream(key[0])
         try:
-            compiled[grid](*numbers, *constants, stream=stream)
+            start = partial(compiled[grid], *numbers, *constants)
+            start(stream=stream)
+            if self._here.launches is not None:
+                self._here.launches.append((key[0], start))
         except TypeError:  # it takes other arguments than we know: nothing was queued
             if isinstance(compiled, _Slow):
                 raise
@@ -122,6 +155,12 @@ class Launcher:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+class _Here(threading.local):
+    """What this thread notes."""
+
+    launches: list[Launch] | None = None
 
 
 class _Slow:
