@@ -58,6 +58,10 @@ class Companion(Speaks, Protocol):
         :raises DtorchError: if the group is over.
         """
 
+    def begin_alone(self, call: str) -> int | None:
+        """As :meth:`begin` of a collective. None where there is more to look at: another call that has to begin first,
+        a rank that has left or failed."""
+
     def turn(self, call: str, ticket: Ticket | None) -> Any:  # noqa: ANN401 - as Notes, see _order
         """When a call may begin that waits for a ticket, or for earlier calls; None: at once."""
 

@@ -138,6 +138,23 @@ class ForeignWork:
             streams.order_after(event, target)
 
 
+class Queued:
+    """A Work of NCCL's that nobody is given: what the end of a group asks of its last one."""
+
+    __slots__ = ("_timeout", "_work")
+
+    def __init__(self, work: dist.Work, timeout: float) -> None:
+        self._work, self._timeout = work, timeout
+
+    def is_under_way(self) -> bool:
+        """As :meth:`ForeignWork.is_under_way`."""
+        return not self._work.is_completed()
+
+    def outcome(self, device: torch.device) -> None:
+        """As :meth:`ForeignWork.outcome`."""
+        ForeignWork(self._work, self._timeout, True).outcome(device)
+
+
 class Over:
     """A Work of something that is over."""
 

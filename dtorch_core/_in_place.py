@@ -7,9 +7,7 @@ count it, to begin it and to wait, without c10d's dispatcher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +18,8 @@ from dtorch_core import _c10d
 from dtorch_core._context import BackendContext
 from dtorch_core._extras import Companion
 from dtorch_core._foreign_reduction import recipe
-from dtorch_core._foreign_work import ForeignWork
+from dtorch_core._foreign_work import ForeignWork, Queued
 from dtorch_core._stand_ins import CARRIED
-from dtorch_core._work import Started, Work
 
 _MOST = 1000
 """Forms that are remembered."""
@@ -39,7 +36,7 @@ class InPlace:
     def __init__(self, process_group: dist.ProcessGroup, ctx: BackendContext, beside: Companion) -> None:
         device = torch.device(ctx.device)
         self._backend: Any = process_group._get_backend(device)
-        self._device, self._timeout, self._beside = ctx.device, ctx.timeout, beside
+        self._timeout, self._beside = ctx.timeout, beside
         self._limit = timedelta(seconds=ctx.timeout)
         self._world_size = ctx.world_size
         self._cuda = device.type == "cuda"
@@ -60,7 +57,8 @@ class InPlace:
             self._known[op, x.dtype, x.shape] = _Known(call, options)
 
     def all_reduce(self, x: Tensor, op: object) -> bool:
-        """Reduce ``x`` as an earlier call did; False, and nothing is done, if there was none."""
+        """Reduce ``x`` as an earlier call did. False, and nothing is done, where there was none, or the long way has
+        more to look at."""
         if type(op) is not str or not self._fits(x):
             return False
 
@@ -70,25 +68,23 @@ class InPlace:
 
         call, options = known
         beside = self._beside
-        number = beside.begin(call, collective=True)
-        turn = beside.turn(call, None)
-        if turn is not None:
-            begin = partial(self._begun, x, call, options, number)
-            Work(call, turn, begin, self._timeout, self._device, None, beside).wait()
-            return True
+        number = beside.begin_alone(call)
+        if number is None:
+            return False
 
         try:
-            work, _ = self._begun(x, call, options, number, ())
-            work.wait(self._limit)
+            work = self._backend.allreduce([x], options)
+            if self._cuda:
+                beside.launched(call, number, Queued(work, self._timeout))
+                work.wait()
+            else:
+                foreign = ForeignWork(work, self._timeout, False)
+                beside.launched(call, number, foreign)
+                foreign.wait(self._limit)
         except Exception as error:
             raise beside.explain(call, error) from error.__cause__
 
         return True
-
-    def _begun(self, x: Tensor, call: str, options: Any, number: int, _: Sequence[str]) -> Started[None]:  # noqa: ANN401
-        work: Any = ForeignWork(self._backend.allreduce([x], options), self._timeout, self._cuda)
-        self._beside.launched(call, number, work)
-        return work, _nothing
 
     def _fits(self, x: Tensor) -> bool:
         """It is where the group works, and lies there as the group reads it. Of a dtype that has no lazy bits."""
@@ -99,7 +95,3 @@ class InPlace:
             and x.is_contiguous()
             and not x.requires_grad
         )
-
-
-def _nothing() -> None:
-    return

@@ -29,6 +29,11 @@ class LaunchOrder:
         self._turns: deque[Turn] = deque()
         self._beginning = False
 
+    @property
+    def holds_back(self) -> bool:
+        """A call has to begin before the next one can."""
+        return bool(self._turns)
+
     def turn(self, call: str, ticket: Ticket | None) -> Turn | None:
         """A place in the order; None if there is nothing to wait for."""
         if ticket is None and not self._turns:

@@ -79,6 +79,12 @@ class NcclCompanion(Endings):
 
         return number
 
+    def begin_alone(self, call: str) -> int | None:
+        if self._over is not None or self._left or self._refused or self._order.holds_back:
+            return None
+
+        return self._calls.begin(call, collective=True)
+
     def turn(self, call: str, ticket: Ticket | None) -> Turn | None:
         return self._order.turn(call, ticket)
 
