@@ -1,9 +1,12 @@
 """What is launched again, and what is decided anew."""
 
+from functools import partial
+
 import pytest
 import torch
-from dtorch_samedevice_group import fused_again
+from dtorch_samedevice_group import fused, fused_again, fused_launch
 from dtorch_samedevice_group.fused_again import Again
+from dtorch_samedevice_group.recipes import Recipe
 
 
 class Launcher:
@@ -99,3 +102,34 @@ def test_memory_is_bounded(call, monkeypatch):
 
     assert call(room[8:]) == 9
     assert call(room[0:]) == 10
+
+
+class TestKernelsOfOneCall:
+    """With the launcher itself, and kernels that triton has not made."""
+
+    def test_one_is_compiled_and_the_other_one_is_known(self, monkeypatch):
+        """The first call of several tensors launches one kernel as it is compiled, and then again as it is known."""
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # where CPU tensors say they are
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        launcher, reduced = fused_launch.Launcher(), []
+        launcher.usable = True
+
+        class Compiled:
+            def __getitem__(self, grid):
+                return lambda first, *others, stream=None: reduced.append(first)
+
+        def first(key, grid, numbers):
+            launcher._compiled[key] = Compiled(), ()
+            reduced.append(numbers[0])
+
+        monkeypatch.setattr(launcher, "_first", first)
+        monkeypatch.setattr(fused, "launcher", launcher)
+        monkeypatch.setattr(fused_again, "launcher", launcher)
+        how, again = Recipe("add", False, torch.float32, torch.float32), Again()
+        jobs = [[torch.ones(8), torch.ones(8)] for _ in range(2)]
+        tensors = [tensor for job in jobs for tensor in job]
+        for _ in range(3):
+            reduced.clear()
+            assert again.left(tensors, tensors, partial(fused.reduce_in_place, how, jobs)) == []
+            assert reduced == [job[0].data_ptr() for job in jobs]

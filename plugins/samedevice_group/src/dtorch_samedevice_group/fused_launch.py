@@ -50,7 +50,7 @@ class Launcher:
 
     @contextmanager
     def noting(self) -> Iterator[list[Launch]]:
-        """What this thread launches meanwhile; not what is compiled for it."""
+        """What this thread launches meanwhile: all of it, the launch that comes with compiling too."""
         before, self._here.launches = self._here.launches, []
         try:
             yield self._here.launches
@@ -110,15 +110,13 @@ class Launcher:
                 return False  # a kernel can't be loaded then
 
             self._first(key, grid, numbers)
+            self._note(key, grid, numbers)
             return True
 
         compiled, constants = known
         stream = torch._C._cuda_getCurrentRawStream(key[0])
         try:
-            start = partial(compiled[grid], *numbers, *constants)
-            start(stream=stream)
-            if self._here.launches is not None:
-                self._here.launches.append((key[0], start))
+            compiled[grid](*numbers, *constants, stream=stream)
         except TypeError:  # it takes other arguments than we know: nothing was queued
             if isinstance(compiled, _Slow):
                 raise
@@ -127,7 +125,13 @@ class Launcher:
             slow[grid](*numbers, *constants, stream=stream)
             self._compiled[key] = slow, constants
 
+        self._note(key, grid, numbers)
         return True
+
+    def _note(self, key: tuple[int, Variant], grid: tuple[int, int, int], numbers: tuple[int, ...]) -> None:
+        if self._here.launches is not None:
+            compiled, constants = self._compiled[key]
+            self._here.launches.append((key[0], partial(compiled[grid], *numbers, *constants)))
 
     def _first(self, key: tuple[int, Variant], grid: tuple[int, int, int], numbers: tuple[int, ...]) -> None:
         from dtorch_samedevice_group import fused_kernels  # takes long to import, and may be of no use here
