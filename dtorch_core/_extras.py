@@ -74,8 +74,11 @@ class Companion(Speaks, Protocol):
         :raises DtorchError: if it can't end well.
         """
 
-    def refused(self, call: str, error: Exception, *, exchange: bool) -> None:
-        """This rank's call failed before it began. With ``exchange`` the peers wait for its text."""
+    def refused(self, call: str, error: Exception, *, exchange: bool, number: int | None) -> None:
+        """This rank's call failed before it began. With ``exchange`` the peers wait for its text.
+
+        :param number: the call's; that of the last one where None.
+        """
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Any:  # noqa: ANN401 - a c10d Work
         """Leave a copy of ``tensor`` for rank ``dst``."""

@@ -85,7 +85,7 @@ class GroupCalls:
         try:
             seconds = self._seconds(call, timeout, async_op)
         except Exception as error:
-            _notes.refuse(self.process_group, call, error)
+            _notes.refuse(self.process_group, call, error, number=number)
             raise
 
         beside = self._beside
@@ -112,7 +112,7 @@ class GroupCalls:
             seconds = self._seconds(call, timeout, async_op)
             text = tell()
         except Exception as error:
-            _notes.refuse(self.process_group, call, error, exchange=True)
+            _notes.refuse(self.process_group, call, error, exchange=True, number=number)
             raise
 
         try:
@@ -150,7 +150,7 @@ class GroupCalls:
         try:
             launch, finish = prepare()
         except Exception as error:
-            _notes.refuse(self.process_group, call, error)
+            _notes.refuse(self.process_group, call, error, number=number)
             raise
 
         if self._beside is None:

@@ -61,10 +61,13 @@ def post(group: dist.ProcessGroup, device: str, same: str, call: str, text: str,
     return Notes(None, nullcontext(), _as_bytes(group, device, text, timeout))
 
 
-def refuse(group: dist.ProcessGroup, call: str, error: Exception, *, exchange: bool = False) -> None:
+def refuse(
+    group: dist.ProcessGroup, call: str, error: Exception, *, exchange: bool = False, number: int | None = None
+) -> None:
     """Tell the peers, where the group can.
 
     :param exchange: they wait for this rank's text.
+    :param number: the call's, where a companion counts; that of the last call where None.
     """
     own = extras(group)
     if own is not None:
@@ -73,7 +76,7 @@ def refuse(group: dist.ProcessGroup, call: str, error: Exception, *, exchange: b
 
     beside = companion(group)
     if beside is not None:
-        beside.refused(call, error, exchange=exchange)
+        beside.refused(call, error, exchange=exchange, number=number)
 
 
 def _as_bytes(group: dist.ProcessGroup, device: str, text: str, timeout: float) -> list[str]:

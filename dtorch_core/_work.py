@@ -73,7 +73,8 @@ class Work(Generic[T]):
         if self._device.type == "cuda":
             self._on_own_stream = partial(torch.cuda.stream, torch.cuda.current_stream(self._device))
 
-        notes.add_done_callback(self._begin)
+        begin = [self._begin]  # let go of as it is called: this Work knows the notes, which keep what they call
+        notes.add_done_callback(lambda: begin.pop()())
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait for the end; True. On CUDA the current stream waits, the host does not.

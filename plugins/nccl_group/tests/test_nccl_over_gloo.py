@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,29 @@ class TestOrder:
 
         on_ranks(body)
 
+    def test_result_is_the_callers_alone(self):
+        """It goes with the caller's last reference: nothing waits for the garbage collector, which sees no GPU fill."""
+        held = []
+
+        def body(group):
+            for call in (
+                lambda **kw: group.all_gather(part(group.rank, 1 + group.rank), **kw),
+                lambda **kw: group.all_reduce(part(group.rank, 3), **kw),
+            ):
+                work = call(async_op=True)
+                results = [weakref.ref(call()), weakref.ref(work.result())]
+                del work
+                group.barrier()  # what has begun a call has come from there
+                held.extend(result for result in results if result() is not None)
+
+        gc.disable()
+        try:
+            on_ranks(body)
+        finally:
+            gc.enable()
+
+        assert not held
+
     def test_call_whose_turn_does_not_come_times_out(self):
         over = threading.Event()
 
@@ -253,6 +278,33 @@ class TestFailure:
 
             with pytest.raises(CollectiveMismatchError, match="rank 1"):
                 group.barrier()
+
+        on_ranks(body)
+
+    def test_call_that_every_rank_refuses_late_ends_no_later_one(self):
+        """One rank has made its next call by then, which is not the one that it refuses."""
+        called, refused = threading.Event(), threading.Event()
+
+        def body(group):
+            rank = group.rank
+            if rank == 0:
+                gathered = group.all_gather(part(0, 2, 3), async_op=True)
+                reduced = group.all_reduce(part(0, 3), async_op=True)
+                called.set()
+                with pytest.raises(CollectiveMismatchError, match="do not fit"):
+                    gathered.result()
+
+                refused.set()
+                assert torch.equal(reduced.result(), part(0, 3) + part(1, 3))
+            else:
+                assert called.wait(LIMIT)
+                with pytest.raises(CollectiveMismatchError, match="do not fit"):
+                    group.all_gather(part(1, 2, 4))
+
+                assert refused.wait(LIMIT)
+                assert torch.equal(group.all_reduce(part(1, 3)), part(0, 3) + part(1, 3))
+
+            assert torch.equal(group.all_reduce(part(rank, 3)), part(0, 3) + part(1, 3))
 
         on_ranks(body)
 

@@ -112,8 +112,9 @@ class NcclCompanion(Endings):
             self._abort_backend()
             self._raise_over(call)
 
-    def refused(self, call: str, error: Exception, *, exchange: bool) -> None:
-        number, text = self._calls.number, f"{call}: raised {describe_error(error)}"
+    def refused(self, call: str, error: Exception, *, exchange: bool, number: int | None) -> None:
+        # One that waited for sizes is not the last one any more.
+        number, text = number or self._calls.number, f"{call}: raised {describe_error(error)}"
         with self._lock:
             self._own_refusals.add(number)
 
