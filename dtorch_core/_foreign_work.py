@@ -107,10 +107,15 @@ class ForeignWork:
             return future_of(self.wait, "waits for a work")
 
         if self._cuda and self._one_sided:
-            self.wait()
             devices = [tensor.device for tensor in self._tensors]
             done: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)  # type: ignore[arg-type]
-            done.set_result(list(self._tensors))
+            try:
+                self.wait()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(list(self._tensors))
+
             return done
 
         def store(future: torch.futures.Future[Any]) -> Any:  # noqa: ANN401

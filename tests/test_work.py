@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from dtorch_core import PeerLostError
+from dtorch_core._foreign_work import ForeignWork
 from dtorch_core._notes import Notes
 from dtorch_core._work import Work
 from dtorch_core.joint import Ticket
@@ -63,6 +64,19 @@ def test_so_does_who_has_heard_it_from_the_future(work, ticket):
     ticket.callback()
     assert isinstance(work.exception(), PeerLostError)
     with pytest.raises(PeerLostError, match="rank 1"):
+        future.wait()
+
+
+def test_future_of_a_scatter_or_gather_of_another_rank_fails_as_its_work_does():
+    """Whoever asks for it may be a thread of its own, out of which an error would reach nobody."""
+
+    class Aborted:
+        def wait(self):
+            raise RuntimeError("NCCL communicator was aborted")
+
+    future = ForeignWork(Aborted(), LIMIT, True, one_sided=()).get_future()
+    assert future.done()
+    with pytest.raises(RuntimeError, match="was aborted"):
         future.wait()
 
 
