@@ -87,11 +87,13 @@ class InPlace:
         return True
 
     def _fits(self, x: Tensor) -> bool:
-        """It is where the group works, and lies there as the group reads it. Of a dtype that has no lazy bits."""
+        """It is where the group works, and its values lie there as the group reads them."""
         return (
             type(x) is Tensor
             and x.get_device() == self._index
             and x.layout is torch.strided
+            and not x.is_nested
             and x.is_contiguous()
+            and not x.is_neg()
             and not x.requires_grad
         )

@@ -52,7 +52,11 @@ def read(texts: Sequence[str]) -> list[list[Shape]]:
 
 def describe(tensor: object) -> str:
     """``float32[2, 3]``; the type of what is no tensor."""
-    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+
+    shape = "[nested]" if tensor.is_nested else list(tensor.shape)  # those that are nested have no sizes
+    return f"{str(tensor.dtype)[6:]}{shape}"
 
 
 def describe_all(tensors: object) -> str:

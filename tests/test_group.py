@@ -343,10 +343,14 @@ class TestCapabilities:
 
         on_ranks(body, backend="bare")
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     def test_wrong_arguments_are_raised_there(self):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
         def body(group):
             for call, error in (
                 (lambda: group.all_reduce(part(0, 3).to_sparse()), UnsupportedTensorError),
+                (lambda: group.all_reduce(nested), UnsupportedTensorError),
                 (lambda: group.all_reduce("text"), UnsupportedTensorError),
                 (lambda: group.all_reduce(part(0, 3), out=torch.zeros(2)), UnsupportedTensorError),
                 (lambda: group.all_reduce(part(0, 3), "average"), UnsupportedOperationError),

@@ -95,6 +95,22 @@ def test_what_takes_more_is_planned_every_time(planned, x, op):
     assert len(planned) == 8
 
 
+def test_negative_views_are_planned_every_time(planned):
+    """Their memory says another number than they do; on one rank, or on all."""
+
+    def body(group):
+        x = part(group.rank, 4)
+        group.all_reduce(x, out=x)
+        for negative in (group.rank == 0, True):
+            x = part(group.rank, 4)
+            mine = torch._neg_view(x.neg()) if negative else x
+            assert torch.equal(group.all_reduce(mine, out=mine), part(0, 4) + part(1, 4))
+            assert mine.is_neg() == negative
+
+    on_ranks(body)
+    assert len(planned) == 5
+
+
 def test_other_shapes_and_ops_are_others(planned):
     def body(group):
         for _ in range(2):
