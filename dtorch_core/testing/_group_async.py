@@ -216,7 +216,7 @@ class AsyncTests(GroupConformance):
 
             over.set()
 
-        self.ranks(body, 2)
+        self.ranks(body, 2, timeout=5)  # the first one's deadline, at which its future ends
 
     @undeclared("async")
     def test_async_is_refused(self) -> None:
