@@ -18,6 +18,7 @@ from dtorch_core import (
     StoreTimeoutError,
     UnsupportedOperationError,
     UnsupportedTensorError,
+    streams,
 )
 from dtorch_core.testing import Background, ThreadGroupTests, run_ranks
 
@@ -370,6 +371,23 @@ class TestSparse:
             assert torch.equal(y, part(0, 3) + part(1, 3))
 
         on_ranks(body)
+
+    def test_streams_of_all_who_wait(self, monkeypatch):
+        """The call, a future and a wait may be on three streams."""
+        kept, ordered = [], []
+        monkeypatch.setattr(streams, "keep_until_done", lambda tensor: kept.append(tensor.shape))
+        monkeypatch.setattr(streams, "record", lambda tensor: "added up")
+        monkeypatch.setattr(streams, "order_after", lambda event, tensor: ordered.append((event, tensor)))
+
+        def body(pg, group):
+            x = self.sparse(pg.rank())
+            work = pg.allreduce([x])
+            work.wait()
+            work.wait()
+            assert [tensor is x for event, tensor in ordered if event == "added up"] == [True]
+
+        on_ranks(body, 1)
+        assert kept == [(1, 2), (2, 2)], "what has been gathered"
 
     def test_op_that_needs_a_value_everywhere(self):
         def body(pg, group):

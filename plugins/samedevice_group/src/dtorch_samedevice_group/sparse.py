@@ -16,7 +16,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dtorch_core import CollectiveMismatchError, StoreTimeoutError, UnsupportedOperationError, UnsupportedTensorError
+from dtorch_core import (
+    CollectiveMismatchError,
+    StoreTimeoutError,
+    UnsupportedOperationError,
+    UnsupportedTensorError,
+    streams,
+)
 from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket, copy_of
 from dtorch_samedevice_group.aside import on
@@ -83,6 +89,7 @@ class SparseWork(Waited):
         self._parts: Parts | None = None
         self._error: Exception | None = None
         self._finished = False
+        self._added: torch.cuda.Event | None = None
         same = f"all_reduce(sparse {tensor.dtype} {list(tensor.shape)}, {op})"
         text = json.dumps([self._own._nnz(), tensor.sparse_dim()])
         self._first, self._place = group.post_notes(same, same, text)
@@ -142,10 +149,16 @@ class SparseWork(Waited):
         with self._lock:
             if not self._finished:
                 self._add_up(self._parts)
+                self._added = streams.record(self._tensor)
                 self._finished = True
+            else:
+                streams.order_after(self._added, self._tensor)  # this thread's stream may be another one
 
     def _add_up(self, parts: Parts) -> None:
         with torch.no_grad():
+            for part in (*parts.indices, *parts.values):
+                streams.keep_until_done(part)  # made on the stream of the call, and read on that of who waits
+
             indices, values = torch.cat(list(parts.indices), 1), torch.cat(list(parts.values))
             # The places are good: they come from tensors of the same shape.
             added = torch.sparse_coo_tensor(indices, values, self._tensor.shape, check_invariants=False)
