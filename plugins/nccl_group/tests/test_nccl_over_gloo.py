@@ -371,6 +371,26 @@ class TestFailure:
 
         on_ranks(body, timeout=BRIEF)
 
+    @pytest.mark.parametrize("is_queued", [False, True])
+    def test_rank_that_returns_after_the_last_barrier_is_not_missed(self, monkeypatch, is_queued):
+        """The one that is slower learns of its end before it is through: all had come, so that all was well."""
+        launched = NcclCompanion.launched
+
+        def late(self, *args):
+            if self._ctx.rank == 1:
+                assert self._is_over.wait(LIMIT)
+
+            launched(self, *args)
+
+        monkeypatch.setattr(NcclCompanion, "launched", late)
+        monkeypatch.setattr(factory, "nccl", ranks.gloo(queued=is_queued))
+
+        def rank(ctx):
+            group = ctx.open_group(backend="gloo", timeout=LIMIT)
+            group.barrier()  # and no close
+
+        run_ranks(rank, 2, 2 * LIMIT)
+
     def test_result_that_never_comes_is_raised_at_the_end(self, queued):
         """Nobody has waited for it, and nobody may take it for a good one."""
         over = threading.Event()

@@ -99,18 +99,26 @@ class NcclCompanion(Endings):
     def launched(self, call: str, number: int, work: Any) -> None:  # noqa: ANN401
         self._last = call, work
         self._calls.has_launched(number)
+        lacks = False
         if self._refused and number in self._refused:
             rank, text = self._refused[number]
             self._end(self._mismatch(rank, text))
+            lacks = True
 
         if self._left:  # since this call was counted
             for rank, last in list(self._left.items()):
                 if last < number:
                     self._end(self._without(rank))
+                    lacks = True
 
-        if self._over is not None:  # it came meanwhile, and this kernel may wait for ever
+        # It came meanwhile, and this kernel may wait for ever.
+        if self._over is not None and (lacks or not self._is_through(work)):
             self._abort_backend()
             self._raise_over(call)
+
+    def _is_through(self, work: Any) -> bool:  # noqa: ANN401
+        """It has ended, and well: whoever has gone since was there. A kernel may look so that was never queued."""
+        return isinstance(work, Over) or (not self._queued and not work.is_under_way())
 
     def refused(self, call: str, error: Exception, *, exchange: bool, number: int | None) -> None:
         # One that waited for sizes is not the last one any more.
