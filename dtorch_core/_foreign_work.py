@@ -87,7 +87,13 @@ class ForeignWork:
         # Not its wait(), which lets go of the tensors that the kernel still reads, and not its future, which some of
         # NCCL's calls have none of. The kernel ends in any case: torch's watchdog ends it at its deadline.
         torch.cuda.synchronize(device)
-        # One that the watchdog has ended looks as if it had gone well, but for this.
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Of NCCL's, once its kernel is over: one that the watchdog has ended looks as if it had gone well, but here.
+
+        :raises RuntimeError: if that is so.
+        """
         if hasattr(self._work, "get_future_result"):
             told = self._work.get_future_result()
             if told.done() and told.value() != 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -116,7 +117,10 @@ class GroupCalls:
             raise
 
         try:
-            notes: Notes | Turn = _notes.post(self.process_group, self.device, same, call, text, seconds)
+            beside = self._beside  # where it can't carry texts, the group does, by calls of its own
+            with nullcontext() if beside is None or beside.talks else beside.limited(seconds):
+                notes: Notes | Turn = _notes.post(self.process_group, self.device, same, call, text, seconds)
+
         except Exception as error:
             if self._beside is None:
                 raise

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dtorch_core import _c10d
 from dtorch_core._extras import Place, companion, extras, texts_of
@@ -82,11 +84,19 @@ def refuse(
 def _as_bytes(group: dist.ProcessGroup, device: str, text: str, timeout: float) -> list[str]:
     data = text.encode()
     length = torch.tensor([len(data)], device=device)
-    lengths = [torch.empty_like(length) for _ in range(group.size())]
-    _c10d.all_gather(group, lengths, length, _c10d.Terms(timeout)).wait()
-    sizes = [int(size) for size in lengths]
+    sizes = [int(row[0]) for row in _gathered(group, length, timeout)]
 
     padded = torch.tensor(list(data.ljust(max(1, *sizes))), dtype=torch.uint8, device=device)
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    _c10d.all_gather(group, gathered, padded, _c10d.Terms(timeout)).wait()
-    return [bytes(t.tolist())[:size].decode() for t, size in zip(gathered, sizes, strict=True)]
+    gathered = _gathered(group, padded, timeout)
+    return [bytes(row)[:size].decode() for row, size in zip(gathered, sizes, strict=True)]
+
+
+def _gathered(group: dist.ProcessGroup, tensor: Tensor, timeout: float) -> list[list[int]]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    work: Any = _c10d.all_gather(group, parts, tensor, _c10d.Terms(timeout))
+    work.wait()
+    rows = [part.tolist() for part in parts]
+    if tensor.is_cuda and companion(group) is not None:
+        work.check_end()  # a rank may not have come, and nothing have been written
+
+    return rows

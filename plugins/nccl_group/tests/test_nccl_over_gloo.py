@@ -24,6 +24,8 @@ from dtorch_core import (
     RankFailedError,
     StoreTimeoutError,
     UnsupportedOperationError,
+    _c10d,
+    _notes,
     redistribute_mesh,
     spawn,
     use_backend,
@@ -485,6 +487,46 @@ class TestWithoutAStore:
             over.set()
 
         on_ranks(body)
+
+
+    def test_sizes_may_take_no_longer_than_their_call(self, monkeypatch):
+        limits, began = {0: [], 1: []}, []
+        seam, all_gather = ranks.gloo(), _c10d.all_gather
+        seam.limit = lambda backend, seconds: limits[backend.rank()].append(seconds)
+
+        def gathering(group, *args):
+            began.append(limits[group.rank()][-1:])
+            return all_gather(group, *args)
+
+        monkeypatch.setattr(factory, "nccl", seam)
+        monkeypatch.setattr(_c10d, "all_gather", gathering)
+
+        def body(group):
+            gathered = group.all_gather(part(group.rank, 1 + group.rank), timeout=7)
+            assert torch.equal(gathered, torch.cat([part(0, 1), part(1, 2)]))
+
+        on_ranks(body)
+        assert began == [[7]] * 6, "lengths, texts, and the call"
+        assert [each[-1] for each in limits.values()] == [LIMIT] * 2
+
+    def test_sizes_that_never_came_are_not_read(self, monkeypatch):
+        """NCCL's kernel ends when its time is over, and has written nothing."""
+
+        class Ended:
+            def wait(self):
+                return True
+
+            def check_end(self):
+                raise RuntimeError("torch's watchdog has ended it: its time was over")
+
+        def body(group):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "is_cuda", True)
+                patch.setattr(_c10d, "all_gather", lambda *args: Ended())
+                with pytest.raises(RuntimeError, match="its time was over"):
+                    _notes._as_bytes(group.process_group, "cpu", "text", 1.0)
+
+        on_ranks(body, 1)
 
 
 class TestGroup:
