@@ -130,7 +130,8 @@ class Work(Generic[T]):
         def follow(started: Future[Started[T]]) -> None:
             try:
                 work, finish = started.result()
-            except Exception as error:
+                ended = work.get_future()
+            except Exception as error:  # of any kind: in the thread that waits, nobody would hear of it
                 future.set_exception(self._explained(error))
                 return
 
@@ -141,7 +142,7 @@ class Work(Generic[T]):
                 except Exception as error:
                     future.set_exception(self._explained(error))
 
-            work.get_future().add_done_callback(fulfil)
+            ended.add_done_callback(fulfil)
 
         notes = self._notes
         if notes is None or self._started.done():

@@ -67,6 +67,32 @@ def test_so_does_who_has_heard_it_from_the_future(work, ticket):
         future.wait()
 
 
+def test_future_fails_where_the_works_own_can_not_be_had():
+    class Without:
+        def get_future(self):
+            raise RuntimeError("getFuture not implemented")
+
+    class LateTicket(FailedTicket):
+        over = threading.Event()
+
+        def wait(self, timeout, stream=None):
+            assert self.over.wait(timeout)
+
+        def notes(self):
+            return ["same\ncall\ntext"]
+
+    ticket = LateTicket()
+    work = Work("gather()", Notes(ticket, threading.Lock()), lambda _: (Without(), lambda: None), LIMIT, "cpu")
+    called = threading.Event()
+    future = work.get_future()
+    future.add_done_callback(lambda _: called.set())
+    ticket.over.set()
+    ticket.callback()
+    assert called.wait(LIMIT)
+    with pytest.raises(RuntimeError, match="getFuture not implemented"):
+        future.wait()
+
+
 def test_future_of_a_scatter_or_gather_of_another_rank_fails_as_its_work_does():
     """Whoever asks for it may be a thread of its own, out of which an error would reach nobody."""
 
