@@ -7,6 +7,7 @@ import torch
 from dtorch_samedevice_group import aside, collectives
 from dtorch_samedevice_group.engine import Engine
 from dtorch_samedevice_group.options import is_async
+from dtorch_samedevice_group.work import GroupWork
 from torch.distributed import distributed_c10d as c10d
 
 from dtorch_core.testing import run_ranks
@@ -57,7 +58,7 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
-    def make(self, device, priority):
+    def make(self, device, priority=0):
         made = SimpleNamespace(device=device, priority=priority, behind=[])
         made.wait_stream = made.behind.append
         self.made.append(made)
@@ -95,6 +96,15 @@ def test_what_is_not_put_aside(streams):
     streams.capturing = False
     assert Engine(Store(), "g").post_aside("call", (on_gpu(),), collectives.nothing()) == ("collective #1", None)
     assert not streams.made
+
+
+def test_future_in_a_graph_stays_on_the_stream_that_is_captured(streams, monkeypatch):
+    monkeypatch.setattr(GroupWork, "_devices", lambda self: ["cuda:0"])
+    work = GroupWork(None, [], LIMIT)
+    assert work._streams_beside() == streams.made != []
+    streams.capturing = True
+    assert work._streams_beside() == []
+    assert len(streams.made) == 1
 
 
 def test_a_groups_calls_say_whether_they_are_async():

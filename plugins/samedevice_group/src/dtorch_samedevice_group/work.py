@@ -173,7 +173,11 @@ class GroupWork(Waited):
         self._ticket.wait(timeout)
 
     def _streams_beside(self) -> list[torch.cuda.Stream]:
-        return [torch.cuda.Stream(device) for device in self._devices()]
+        devices = self._devices()
+        if devices and torch.cuda.is_current_stream_capturing():
+            return []  # one that nobody waited for would be a part of the graph that never comes back to it
+
+        return [torch.cuda.Stream(device) for device in devices]
 
 
 class SendWork(Waited):
