@@ -440,6 +440,20 @@ class TestMonitoredBarrier:
 
         on_ranks(body, 3)
 
+    def test_the_end_of_the_group_is_told_and_no_rank_is_blamed_for_it(self):
+        def body(pg, group):
+            if pg.rank() == 2:
+                group.abort("no more data")
+                return
+
+            for _ in range(2):  # one that it ends, and one that comes after the end
+                with pytest.raises(AbortedError, match="monitored_barrier.*no more data") as caught:
+                    pg.monitored_barrier(LIMIT, wait_all_ranks=True)
+
+                assert "failed to pass" not in str(caught.value)
+
+        on_ranks(body, 3)
+
     def test_nobody_passes_before_all_are_there(self):
         here = []
 

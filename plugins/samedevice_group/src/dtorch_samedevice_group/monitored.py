@@ -28,6 +28,8 @@ def monitored_barrier(
     :param patience: seconds that the others wait for rank 0.
     :param wait_all_ranks: wait for the ranks behind the first one that is late, and name all that are.
     :raises StoreTimeoutError: on every rank that is there, if one is not.
+    :raises PeerLostError: if a rank died, which ends the group; no other rank is blamed for that.
+    :raises AbortedError: if the group was aborted; the same.
     """
     tag = FIRST_TAG - number
     label = f"{store.label}, rank {store.rank}, monitored_barrier"
@@ -42,8 +44,8 @@ def _tell(store: TensorStore, tag: int, label: str, patience: float) -> None:
         f"{label}: Rank {store.rank} successfully reached monitoredBarrier, but received errors while waiting for "
         f"send/recv from rank 0"
     )
-    _say(store, 0, tag, True)
     try:
+        _say(store, 0, tag, True)
         word, _ = store.expect(0, tag).wait(patience)
     except DtorchError as error:
         raise type(error)(f"{failed}: {error}") from error
@@ -53,7 +55,11 @@ def _tell(store: TensorStore, tag: int, label: str, patience: float) -> None:
 
 
 def _hear(store: TensorStore, tag: int, label: str, timeout: float, wait_all_ranks: bool) -> None:
-    expected: dict[int, Receipt] = {rank: store.expect(rank, tag) for rank in range(1, store.world_size)}
+    try:
+        expected: dict[int, Receipt] = {rank: store.expect(rank, tag) for rank in range(1, store.world_size)}
+    except DtorchError as error:
+        raise type(error)(f"{label}: {error}") from error
+
     if timeout <= 0:
         raise StoreTimeoutError(f"{label}: Rank 0 timed out in monitoredBarrier after {seconds(timeout)}")
 
@@ -63,6 +69,9 @@ def _hear(store: TensorStore, tag: int, label: str, timeout: float, wait_all_ran
         try:
             receipt.wait(max(deadline - time.monotonic(), 0))
         except DtorchError as error:
+            if _is_over(store, tag):  # the error says why: it need not be about the rank that was waited for
+                raise type(error)(f"{label}: {error}") from error
+
             late[rank] = error
             if not wait_all_ranks:
                 break
@@ -79,6 +88,16 @@ def _hear(store: TensorStore, tag: int, label: str, timeout: float, wait_all_ran
         raise StoreTimeoutError(
             f"{label}: Rank{'s' * (len(late) > 1)} {ranks} failed to pass monitoredBarrier in {seconds(timeout)}: {why}"
         )
+
+
+def _is_over(store: TensorStore, tag: int) -> bool:
+    """The group has ended, so that not even a message to oneself can come; a rank that has left does not end it."""
+    try:
+        store.expect(store.rank, tag).cancel()
+    except DtorchError:
+        return True
+
+    return False
 
 
 def _say(store: TensorStore, rank: int, tag: int, word: bool) -> None:
