@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from dtorch_samedevice_group.blocks import Job
 from dtorch_samedevice_group.fused_launch import Launch, launcher
 
-_MOST = 1000
+_MOST = 100
 """Sets of tensors that are remembered."""
 
 
