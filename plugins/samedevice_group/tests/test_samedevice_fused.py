@@ -204,6 +204,12 @@ class TestDecisions:
         assert fused._row(even, 40) is None
         assert fused._row(even[:1], 40) == [even[0].data_ptr()]
 
+    def test_parts_of_another_processs_tensor_are_storages(self):
+        memory = bytearray(160)
+        parts = [torch.frombuffer(memory, dtype=torch.float32, count=10, offset=40 * number) for number in range(4)]
+        first = parts[0].data_ptr()
+        assert fused._row(parts, 40) == [first + 40 * number for number in range(4)]
+
     def test_reduce_scatter_in_place_is_only_for_ones_own_part(self):
         inputs = [list(torch.ones(40).chunk(4)) for _ in range(4)]
 

@@ -175,7 +175,8 @@ def _row(tensors: Job, nbytes: int) -> list[int] | None:
     if places is not None and len(places) > 1:
         width = tensors[0].element_size()
         starts = {place - width * tensor.storage_offset() for place, tensor in zip(places, tensors, strict=True)}
-        if len(starts) > 1:
+        # Of another process's tensor each part is a storage, of memory that torch did not allocate.
+        if len(starts) > 1 and any([tensor.untyped_storage().resizable() for tensor in tensors]):
             return None
 
     return places
