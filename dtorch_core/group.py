@@ -398,7 +398,7 @@ class ThreadGroup(GroupCalls):
         :raises ValueError: if ``ranks`` names a rank twice, or one that is not here.
         """
         members = list(ranks) if isinstance(ranks, Iterable) else []
-        call, number = f"split({members})", next(self._splits)
+        call, number = f"split({members if isinstance(ranks, Iterable) else ranks!r})", next(self._splits)
 
         def tell() -> str:
             self._need("split", call)
