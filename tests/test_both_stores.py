@@ -91,9 +91,10 @@ def test_chain_of_callbacks_may_be_long(backend, when):
                     over.set()
                     return
 
-                listen()
-                if when == "one by one":
+                if when == "one by one":  # before the next one can be taken, in whatever thread
                     store.send(torch.tensor(len(taken)), other, 1)
+
+                listen()
 
             def listen():
                 receipt = store.expect(other, 1)
