@@ -44,7 +44,7 @@ class ForeignWork:
         self._lock = threading.Lock()
         self._stored: list[torch.cuda.Event | None] | None = None
         self._waited, self._lazy = False, lazy
-        self._one_sided, self._tensors = one_sided is not None, one_sided or ()
+        self._one_sided = one_sided
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As c10d's; may be called again, from any stream."""
@@ -112,15 +112,15 @@ class ForeignWork:
         if self._lazy:
             return future_of(self.wait, "waits for a work")
 
-        if self._cuda and self._one_sided:
-            devices = [tensor.device for tensor in self._tensors]
+        if self._cuda and self._one_sided is not None:
+            devices = [tensor.device for tensor in self._one_sided]
             done: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)  # type: ignore[arg-type]
             try:
                 self.wait()
             except Exception as error:
                 done.set_exception(error)
             else:
-                done.set_result(list(self._tensors))
+                done.set_result(list(self._one_sided))
 
             return done
 

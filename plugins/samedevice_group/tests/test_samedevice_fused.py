@@ -6,7 +6,9 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
+import dtorch_samedevice_group
 import pytest
 import torch
 from dtorch_samedevice_group import fused, fused_launch
@@ -323,6 +325,23 @@ class TestLauncher:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert not self.launch()
+
+    def test_first_launch_holds_no_lock(self, monkeypatch):
+        """It may have to wait until the GPU is through with something, and others compile meanwhile."""
+        done = []
+
+        class Kernel:
+            def warmup(self, *args, grid, **options):
+                done.append(("compiled", launcher._compiling.locked(), args[-1], options["enable_fp_fusion"]))
+
+            def __getitem__(self, grid):
+                return lambda *args, **options: done.append(("launched", launcher._compiling.locked(), grid))
+
+        launcher = self.launcher
+        kernels = SimpleNamespace(variant=lambda *variant: (Kernel(), ("constant",)))
+        monkeypatch.setattr(dtorch_samedevice_group, "fused_kernels", kernels, raising=False)
+        assert self.launch()
+        assert done == [("compiled", True, "constant", False), ("launched", False, (1, 1, 1))]
 
     def test_nothing_is_loaded_into_a_graph(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

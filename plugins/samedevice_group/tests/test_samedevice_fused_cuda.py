@@ -306,7 +306,7 @@ class TestLaunches:
 
     def test_failure_is_said_and_torch_does_the_work(self, launches, monkeypatch):
         class Failing:
-            def __getitem__(self, grid):
+            def warmup(self, *args, **options):
                 raise RuntimeError("Failed to find C compiler")
 
         def body(group):

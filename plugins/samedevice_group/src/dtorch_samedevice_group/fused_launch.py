@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,11 @@ Launch = tuple[int, Callable[..., object]]
 
 Variant = tuple[Any, ...]
 """What a kernel is compiled for: its name, then what :func:`dtorch_samedevice_group.fused_kernels.variant` takes."""
+
+_nothing = nullcontext()
+
+_OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
+"""A product that is added is rounded before: so does torch, and so do ranks on the CPU."""
 
 _UNUSED = [(0,) * (MOST - used) for used in range(MOST + 1)]
 
@@ -61,10 +66,7 @@ class Launcher:
         """Queue a kernel once more, on the current stream. As :meth:`launch`."""
         device, start = launch
         try:
-            if torch._C._cuda_getDevice() != device:
-                with torch.cuda.device(device):
-                    start(stream=torch._C._cuda_getCurrentRawStream(device))
-            else:
+            with _on(device):
                 start(stream=torch._C._cuda_getCurrentRawStream(device))
         except Exception as error:
             self._give_up(error)
@@ -94,10 +96,7 @@ class Launcher:
             out_step,
         )
         try:
-            if torch._C._cuda_getDevice() == device:
-                return self._launch((device, variant), grid, numbers)
-
-            with torch.cuda.device(device):
+            with _on(device):
                 return self._launch((device, variant), grid, numbers)
         except Exception as error:
             self._give_up(error)
@@ -139,8 +138,9 @@ class Launcher:
         slow = self._slow(key[1])
         constants = fused_kernels.variant(*key[1])[1]
         with self._compiling:  # triton's compiler is not made for several threads
-            compiled = slow.start(grid, (*numbers, *constants))
+            slow.compile((*numbers, *constants))
 
+        compiled = slow.start(grid, (*numbers, *constants))  # may have to wait for the GPU: with no lock
         self._compiled[key] = compiled if _takes_stream(compiled) else slow, constants
 
     def _slow(self, variant: Variant) -> _Slow:
@@ -161,6 +161,10 @@ class Launcher:
             )
 
 
+def _on(device: int) -> AbstractContextManager[object]:
+    return _nothing if torch._C._cuda_getDevice() == device else torch.cuda.device(device)
+
+
 class _Here(threading.local):
     """What this thread notes."""
 
@@ -179,10 +183,13 @@ class _Slow:
 
         return run
 
+    def compile(self, args: tuple[object, ...]) -> None:
+        """Compile it, where that has not been done; nothing is launched."""
+        self._kernel.warmup(*args, grid=(1, 1, 1), **_OPTIONS)
+
     def start(self, grid: tuple[int, int, int], args: tuple[object, ...]) -> Any:  # noqa: ANN401
         """Launch, and return the compiled kernel."""
-        # A product that is added is rounded before: so does torch, and so do ranks on the CPU.
-        return self._kernel[grid](*args, num_warps=WARPS, enable_fp_fusion=False)
+        return self._kernel[grid](*args, **_OPTIONS)
 
 
 def _takes_stream(compiled: Any) -> bool:  # noqa: ANN401
