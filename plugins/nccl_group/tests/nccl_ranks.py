@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -19,8 +20,11 @@ from dtorch_nccl_group import group as factory
 
 import dtorch_core
 from dtorch_core import BackendSpec, PeerLostError, RankFailedError, StoreTimeoutError, Support, hookimpl, spawn
+from dtorch_core.testing import run_ranks
 
 LIMIT = 60.0
+GLOO_LIMIT = 20.0
+"""The same for ranks that are threads, over Gloo."""
 
 
 def made(store, rank, world_size, timeout, name):
@@ -49,6 +53,28 @@ class Plugin:
         words = frozenset("cpu uneven p2p self_send split async".split())
         path = "dtorch_nccl_group.group:open_process_group"
         return [BackendSpec("gloo", path, lambda topology: Support.yes(1, "for tests"), capabilities=words)]
+
+
+@contextmanager
+def over_gloo():
+    """With it, groups of threads can be opened over "gloo", which takes NCCL's place."""
+    before, factory.nccl = factory.nccl, gloo()
+    dtorch_core.register(Plugin(), name="nccl over gloo")
+    try:
+        yield
+    finally:
+        dtorch_core.unregister("nccl over gloo")
+        factory.nccl = before
+
+
+def on_threads(body, world_size, timeout):
+    """``body(group)`` on every rank, under :func:`over_gloo`; the results by rank."""
+
+    def rank(ctx):
+        with ctx.open_group(backend="gloo", timeout=timeout) as group:
+            return body(group)
+
+    return run_ranks(rank, world_size, 2 * GLOO_LIMIT)
 
 
 def use_gloo():

@@ -7,28 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from dtorch_nccl_group import group as factory
 
-import dtorch_core
 from dtorch_core import PeerLostError, RankFailedError, StoreTimeoutError, _c10d
-from dtorch_core.testing import run_ranks
 
 PROGRAM = Path(__file__).with_name("nccl_ranks.py")
-LIMIT = 20.0
 
 _spec = importlib.util.spec_from_file_location("nccl_ranks", PROGRAM)
 ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
+LIMIT = ranks.GLOO_LIMIT
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    patch = pytest.MonkeyPatch()
-    patch.setattr(factory, "nccl", ranks.gloo())
-    dtorch_core.register(ranks.Plugin(), name="nccl over gloo")
-    yield
-    dtorch_core.unregister("nccl over gloo")
-    patch.undo()
+    with ranks.over_gloo():
+        yield
 
 
 @pytest.fixture
@@ -37,20 +30,16 @@ def planned(monkeypatch):
     found = []
     original = _c10d.all_reduce
 
-    def all_reduce(group, tensor, op, timeout):
+    def all_reduce(group, tensor, op, terms):
         found.append(tensor)
-        return original(group, tensor, op, timeout)
+        return original(group, tensor, op, terms)
 
     monkeypatch.setattr(_c10d, "all_reduce", all_reduce)
     return found
 
 
 def on_ranks(body, world_size=2, timeout=LIMIT):
-    def rank(ctx):
-        with ctx.open_group(backend="gloo", timeout=timeout) as group:
-            return body(group)
-
-    return run_ranks(rank, world_size, 2 * LIMIT)
+    return ranks.on_threads(body, world_size, timeout)
 
 
 def part(rank, *shape):
@@ -160,7 +149,9 @@ def test_a_rank_that_raises_is_named():
         on_ranks(body)
 
 
-def test_a_late_rank_is_named():
+@pytest.mark.parametrize(("of_the_group", "of_the_call", "plans"), [(1, None, 2), (LIMIT, 0.5, 3)])
+def test_a_late_rank_is_named(planned, of_the_group, of_the_call, plans):
+    """At the group's timeout by the short way, at one of the call's own by the long one."""
     over = threading.Event()
 
     def body(group):
@@ -171,27 +162,9 @@ def test_a_late_rank_is_named():
             return
 
         with pytest.raises(StoreTimeoutError, match=r"not every rank had come(?s:.*)late: rank 1"):
-            group.all_reduce(x, out=x)
+            group.all_reduce(x, out=x, timeout=of_the_call)
 
         over.set()
 
-    on_ranks(body, timeout=1)
-
-
-def test_the_callers_own_timeout_is_kept(planned):
-    over = threading.Event()
-
-    def body(group):
-        x = part(group.rank, 4)
-        group.all_reduce(x, out=x)
-        if group.rank == 1:
-            assert over.wait(LIMIT)
-            return
-
-        with pytest.raises(StoreTimeoutError):
-            group.all_reduce(x, out=x, timeout=0.5)
-
-        over.set()
-
-    on_ranks(body)
-    assert len(planned) == 3
+    on_ranks(body, timeout=of_the_group)
+    assert len(planned) == plans

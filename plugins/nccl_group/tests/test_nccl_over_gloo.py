@@ -16,7 +16,6 @@ import torch.distributed as dist
 from dtorch_nccl_group import group as factory
 from dtorch_nccl_group.companion import NcclCompanion
 
-import dtorch_core
 from dtorch_core import (
     AbortedError,
     CollectiveMismatchError,
@@ -33,7 +32,6 @@ from dtorch_core import (
 from dtorch_core.testing import Background, ThreadGroupTests, run_ranks
 
 PROGRAM = Path(__file__).with_name("nccl_ranks.py")
-LIMIT = 20.0
 
 BRIEF = 4.0
 """Of a group in which a call may stay begun for ever. When Gloo is collected it waits for the end of that, in any later
@@ -42,16 +40,13 @@ test, and with the GIL."""
 _spec = importlib.util.spec_from_file_location("nccl_ranks", PROGRAM)
 ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
+LIMIT = ranks.GLOO_LIMIT
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    patch = pytest.MonkeyPatch()
-    patch.setattr(factory, "nccl", ranks.gloo())
-    dtorch_core.register(ranks.Plugin(), name="nccl over gloo")
-    yield
-    dtorch_core.unregister("nccl over gloo")
-    patch.undo()
+    with ranks.over_gloo():
+        yield
 
 
 @pytest.fixture
@@ -61,11 +56,7 @@ def queued(monkeypatch):
 
 
 def on_ranks(body, world_size=2, timeout=LIMIT):
-    def rank(ctx):
-        with ctx.open_group(backend="gloo", timeout=timeout) as group:
-            return body(group)
-
-    return run_ranks(rank, world_size, 2 * LIMIT)
+    return ranks.on_threads(body, world_size, timeout)
 
 
 def part(rank, *shape):
