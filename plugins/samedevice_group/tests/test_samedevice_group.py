@@ -630,6 +630,26 @@ class TestWorks:
 
         on_ranks(body, 3)
 
+    def test_message_of_as_many_elements_fits_the_buffer_of_c10d(self):
+        """torch.distributed.pipelining sends a number without dimensions, and receives one element."""
+
+        def body(pg, group):
+            if pg.rank() == 1:
+                for message in (torch.tensor(7.0), part(1, 6).view(2, 3).t(), part(2, 6).view(2, 3)):
+                    pg.send([message], 0).wait()
+
+                group.send(torch.tensor(7.0), 0)
+                return
+
+            number, columns, rows = torch.zeros(1), torch.zeros(6), torch.zeros(6, 1)
+            assert pg.recv([number], 1).wait() and number.tolist() == [7.0]
+            assert pg.recv_anysource([columns]).wait() and torch.equal(columns.view(3, 2), part(1, 6).view(2, 3).t())
+            assert pg.recv([rows], 1).wait() and torch.equal(rows.flatten(), part(2, 6))
+            with pytest.raises(CollectiveMismatchError, match=r"rank 1 sent float32\[\].*float32\[1\]"):
+                group.recv(1, out=number)
+
+        on_ranks(body)
+
     def test_message_that_does_not_fit_the_buffer_fails_its_work(self):
         def body(pg, group):
             if pg.rank() == 1:

@@ -173,8 +173,13 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
     def refuse(self, call: str, error: Exception) -> None:
         self._engine.refuse(call, error)
 
-    def receive(self, src: int | None, tag: int, buffer: Tensor | None = None) -> ReceiveWork:
-        """The next message of ``src`` (any rank where None); without a buffer it may have any shape."""
+    def receive(
+        self, src: int | None, tag: int, buffer: Tensor | None = None, *, of_its_shape: bool = True
+    ) -> ReceiveWork:
+        """The next message of ``src`` (any rank where None); without a buffer it may have any shape.
+
+        :param of_its_shape: the message has the buffer's shape, and not only as many elements.
+        """
         call = f"group {self._name!r}, rank {self._rank}, recv"
         if src is not None:
             self._check_rank(src)
@@ -182,7 +187,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         if buffer is not None:
             check_written(call, buffer)
 
-        work = ReceiveWork(self._store.expect(src, tag), buffer, self._device, self._timeout, call)
+        work = ReceiveWork(self._store.expect(src, tag), buffer, self._device, self._timeout, call, of_its_shape)
         if self._coalesced is not None:
             self._coalesced.append(work)
 
@@ -356,11 +361,11 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
 
     def recv(self, tensors: Sequence[Tensor] | Tensor, src: int, tag: int = 0) -> ReceiveWork:
         buffer = only("buffer", tensors)
-        return self.receive(src, tag, buffer)
+        return self.receive(src, tag, buffer, of_its_shape=False)
 
     def recv_anysource(self, tensors: Sequence[Tensor] | Tensor, tag: int = 0) -> ReceiveWork:
         buffer = only("buffer", tensors)
-        return self.receive(None, tag, buffer)
+        return self.receive(None, tag, buffer, of_its_shape=False)
 
     recvAnysource = recv_anysource  # called from C++ since torch 2.14
 

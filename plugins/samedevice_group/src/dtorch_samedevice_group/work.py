@@ -196,8 +196,21 @@ class SendWork(Waited):
 class ReceiveWork(Waited):
     """A receive: into the caller's buffer, or, without one, whatever arrives."""
 
-    def __init__(self, receipt: Receipt, buffer: Tensor | None, device: str, timeout: float, call: str) -> None:
+    def __init__(
+        self,
+        receipt: Receipt,
+        buffer: Tensor | None,
+        device: str,
+        timeout: float,
+        call: str,
+        of_its_shape: bool = True,
+    ) -> None:
+        """
+        :param of_its_shape: the message has the buffer's shape. Else as many elements will do, as in c10d: torch's own
+            pipelines send a number without dimensions into a buffer of one element.
+        """
         super().__init__([] if buffer is None else [buffer], timeout)
+        self._of_its_shape = of_its_shape
         self._receipt, self._buffer, self._device, self._call = receipt, buffer, torch.device(device), call
         self._storing = threading.Lock()
         self._source = -1
@@ -232,13 +245,14 @@ class ReceiveWork(Waited):
         if buffer is None:
             return message
 
-        if buffer.shape != message.shape or buffer.dtype != message.dtype:
+        fits = buffer.shape == message.shape or (not self._of_its_shape and buffer.numel() == message.numel())
+        if not fits or buffer.dtype != message.dtype:
             raise CollectiveMismatchError(
                 f"{self._call}: rank {source} sent {describe(message)}, and the buffer is {describe(buffer)}"
             )
 
         with torch.inference_mode(buffer.is_inference()):  # a future's wait is in a thread of its own
-            buffer.detach().copy_(message)
+            buffer.detach().copy_(message.reshape(buffer.shape))
 
         self._stored = streams.record(buffer)
         return buffer
