@@ -83,13 +83,25 @@ def held(devices: Collection[str]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(inherited.held())
         stack.enter_context(_cpu.held())
-        if any(device != "cpu" for device in devices):
+        gpus = sorted(device for device in devices if device != "cpu")
+        if gpus:
             torch.cuda.init()  # which sets the default generators that are replaced here
+            _choose_attention(gpus[0])
 
         if torch.cuda.is_initialized():  # else torch.manual_seed has no GPU to seed
             stack.enter_context(_cuda.held())
 
         yield
+
+
+def _choose_attention(gpu: str) -> None:
+    """Let torch decide, once in a process, in which order it tries its kernels for attention.
+
+    It does so with the first call. Threads whose first calls come together are given different kernels, and each kernel
+    draws other numbers (torch 2.11 on an H200: some ranks had flash attention, the rest cuDNN's).
+    """
+    query = torch.zeros(1, 1, 16, 64, device=gpu, dtype=torch.float16)
+    torch._fused_sdp_choice(query, query, query)
 
 
 @contextmanager
