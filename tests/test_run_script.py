@@ -42,9 +42,12 @@ def state():
 
 @pytest.fixture
 def run(tmp_path, capfd):
-    """Run a script in this process: the status, and the lines of stdout and of stderr."""
+    """Run a script in this process, on the CPU where none is said: the status, and the lines of stdout and stderr."""
 
     def run(body, *options, arguments=(), nproc=2, begin=BEGIN):
+        if "--device" not in options:
+            options = "--device", "cpu", *options
+
         script = tmp_path / "script.py"
         script.write_text(begin + textwrap.dedent(body))
         before = state()

@@ -40,7 +40,7 @@ def written_late(tag: int, stream: torch.cuda.Stream) -> Tensor:
     cycles = int(SLOW * _cycles_per_second())
     wanted = coded(tag, (1000,), CUDA)
     tensor = torch.full((1000,), -1.0, device=CUDA)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(CUDA)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(cycles)
         tensor.copy_(wanted)
@@ -88,7 +88,7 @@ class StreamTests(PromiseConformance):
                 copies.append(got.clone())
 
         assert not busy.query(), "result() waited for the stream"
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(CUDA)
         for copy in copies:
             assert same(copy.cpu(), coded(1, (1000,)))
 
@@ -145,7 +145,7 @@ class StreamTests(PromiseConformance):
         stream = torch.cuda.Stream(CUDA)
         promise.set_result(coded(5, (1 << 20,), CUDA))
         out = torch.empty(1 << 20, device=CUDA)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(CUDA)
         with torch.cuda.stream(stream):
             got = future.result(self.patience)
             assert got is not None
@@ -154,7 +154,7 @@ class StreamTests(PromiseConformance):
 
         del got, future, promise
         others = [torch.full((1 << 20,), -1.0, device=CUDA) for _ in range(8)]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(CUDA)
         assert same(out.cpu(), coded(5, (1 << 20,)))
         assert len(others) == 8
 

@@ -91,13 +91,17 @@ class TestSelection:
         on_ranks(body, 1)
 
     def test_what_is_on_another_device_is_refused(self):
+        there = threading.Barrier(2, timeout=LIMIT)
+
         def body(group):
+            other = f"cuda:{1 - group.rank}"
+            elsewhere = torch.zeros(3, device=other)
+            there.wait()  # its memory may take the GPU a wait for NCCL's kernel there, which would wait for this rank
             with pytest.raises(UnsupportedOperationError, match="does not declare 'cpu'"):
                 group.all_reduce(torch.zeros(3))
 
-            other = f"cuda:{1 - group.rank}"
             with pytest.raises(UnsupportedTensorError, match=f"the tensor is on {other}"):
-                group.all_reduce(torch.zeros(3, device=other))
+                group.all_reduce(elsewhere)
 
             assert group.all_reduce(torch.ones(3, device=group.device)).tolist() == [2, 2, 2]
 
