@@ -284,6 +284,20 @@ class Checks:
             for _ in range(1 + self.rank):  # ranks have different numbers of batches
                 model(torch.ones(3, 4)).sum().backward()
 
+    def compiled_ddp(self):
+        from torch.nn.parallel import DistributedDataParallel
+
+        torch.manual_seed(0)
+        alone = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+        model = DistributedDataParallel(copy.deepcopy(alone))
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):  # the second pass broadcasts buffers, in the midst of compiled code
+            for net in (compiled, alone):
+                net(part(0, 12).view(3, 4)).sum().backward()
+
+        for mine, reference in zip(model.module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, reference.grad)
+
     def ddp_with_sparse_gradients(self):
         from torch.nn.parallel import DistributedDataParallel
 
