@@ -70,6 +70,14 @@ class Ticket(ABC):
         It may be called in any rank's thread, and must wait for nothing.
         """
 
+    def with_earlier(self) -> Ticket:
+        """This one, done no sooner than what its rank has posted so far and all ranks have come to.
+
+        Asked for at once, by the thread that has posted. How the earlier work ended its own tickets tell. The default
+        is for stores in which work is done when all have come.
+        """
+        return self
+
 
 def copy_of(error: BaseException) -> BaseException:
     """An error to raise in one more thread: exceptions carry the traceback of whoever raised them last."""

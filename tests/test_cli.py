@@ -18,6 +18,7 @@ import dtorch_core
 from dtorch_core import _metadata, _registry, _thread_world, _torch_kernels, _torch_state, explain, select
 from dtorch_core._topology import imagine
 from dtorch_core.cli import _installations, check, doctor, main
+from dtorch_core.testing._harness import DEVICES
 
 PLUGIN = """
     from dtorch_core import BackendSpec, Support, hookimpl
@@ -747,7 +748,8 @@ class TestCheck:
         status, out, _ = dtorch("check", "memory", "--kind", "promise", "--json")
         facts = json.loads(out)["promise"]
         assert status == 0, out
-        assert facts["contract"]["state"] == facts["cpu"]["state"] == facts["await"]["state"] == "held"
+        assert facts["contract"]["state"] == facts["await"]["state"] == "held"
+        assert {facts[device.partition(":")[0]]["state"] for device in DEVICES} == {"held"}
 
     def test_words_of_a_test(self):
         from dtorch_core.testing._run import Outcome

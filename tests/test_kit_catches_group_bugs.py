@@ -528,7 +528,7 @@ class WaitsForTheGone(SameDeviceProcessGroup):
 # CUDA
 
 
-class Unordered(GroupWork):
+class Unordered(EndsWork):
     def _end(self, timeout):
         call = self._ticket._call
         if not call.finished or call.error is not None:

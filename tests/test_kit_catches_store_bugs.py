@@ -12,6 +12,7 @@ from dtorch_memory_store.store import MemoryTensorStore
 import dtorch_core
 from dtorch_core import BackendSpec, KeyInUseError, ProtocolError, StoreTimeoutError, Support, hookimpl
 from dtorch_core.testing import run_kit
+from dtorch_core.testing._harness import DEVICES
 
 ALL = frozenset({"cpu", "cuda", "cross_device", "zero_copy"})
 
@@ -427,11 +428,12 @@ class LeavesAName(MemoryTensorStore):
     def __init__(self, ctx):
         super().__init__(ctx)
         path = f"/dev/shm/dtorch-kit-test-{os.getpid()}"
-        with open(path, "w"):
-            NAMES.append(path)
+        # Mapped, so that tests of other processes, which may look meanwhile, see whose it is.
+        MAPPED.append(torch.from_file(path, shared=True, size=1, dtype=torch.uint8))
+        NAMES.append(path)
 
 
-OPENED, NAMES = [], []
+OPENED, NAMES, MAPPED = [], [], []
 
 
 @wrong("test_cuda_value_is_ordered_after_the_producers_work[stream=]")
@@ -546,7 +548,7 @@ class TestRunKit:
         assert (skipped.state, skipped.why) == ("skipped", "store backend 'right' declares 'zero_copy'")
 
     def test_failure_names_what_was_left(self):
-        test = "test_handshake_of_a_rank_that_is_alone[cpu]"
+        test = f"test_handshake_of_a_rank_that_is_alone[{DEVICES[0]}]"
         (failed,) = run_kit("store", "LeavesAFile", select=[test], patience=PATIENCE)
         assert (failed.test, failed.state) == (test, "failed")
         assert "left behind: open file /dev/null" in failed.why

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import resource_tracker
+from multiprocessing import popen_spawn_posix, resource_tracker
 
 import pytest
 import torch
@@ -496,7 +496,7 @@ class TestArguments:
         def local(ctx): ...
 
         started = []
-        monkeypatch.setattr(multiprocessing.popen_spawn_posix.util, "spawnv_passfds", lambda *_: started.append(1))
+        monkeypatch.setattr(popen_spawn_posix.util, "spawnv_passfds", lambda *_: started.append(1))
         for fn, args, said in (
             (lambda ctx: None, (), r"fn, .*<lambda> \(.*_processes.py:\d+\), is a lambda, .* at a module's level"),
             (local, (), r"fn, .*local \(.*:\d+\), is a local function, which can't be pickled"),

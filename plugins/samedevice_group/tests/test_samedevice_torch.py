@@ -21,7 +21,8 @@ CHECKS = (
     "who_we_are collectives objects monitored_barrier set_timeout batch_isend_irecv coalescing groups split_group "
     "functional_collectives operators_that_torch_serves_in_cpp device_mesh_and_dtensor ddp compiled_ddp "
     "ddp_with_sparse_gradients fsdp2 collectives_inside_backward groups_in_several_threads mismatch_is_told "
-    "destroyed_and_begun_again"
+    "destroyed_and_begun_again "
+    "barrier_ends_what_was_begun_before"
 ).split()
 
 IN_DETAIL = (

@@ -73,6 +73,20 @@ class Checks:
         expect_equal(x, part(1))
         dist.barrier()
 
+    def barrier_ends_what_was_begun_before(self):
+        for meet in (
+            dist.barrier,
+            lambda: dist.barrier(async_op=True).wait(),
+            lambda: dist.group.WORLD.barrier().get_future().wait(),
+        ):
+            xs = [torch.full((100, 100), float(number)) for number in range(50)]  # too many bytes for a message
+            for x in xs:
+                dist.all_reduce(x, async_op=True)
+
+            meet()
+            for number, x in enumerate(xs):
+                expect_equal(x, torch.full_like(x, number * self.world))
+
     def objects(self):
         if importlib.util.find_spec("numpy") is None:
             return  # torch itself needs it here

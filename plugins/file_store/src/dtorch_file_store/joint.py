@@ -177,6 +177,11 @@ class Joint:
         if call.error is not None:
             raise copy_of(call.error)
 
+    def unfinished(self, rank: int) -> list[Call]:
+        """What a rank has begun, in order, and is not at its end here."""
+        with self._node.mutex:
+            return [call for call in self._calls.values() if call.offers[rank] is not None]
+
     def done(self, call: Call, rank: int) -> bool:
         """It is finished, or never will be."""
         if call.finished:

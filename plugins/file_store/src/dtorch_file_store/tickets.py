@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from dtorch_core import DtorchError
+from dtorch_core._futures import settle_after
 from dtorch_core.joint import Ticket
 from dtorch_file_store.calls import Call
 from dtorch_file_store.cuda.current import current
@@ -53,3 +58,36 @@ class FileTicket(Ticket):
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._joint.notify(self._call, self._rank, callback)
+
+    def with_earlier(self) -> Ticket:
+        earlier = self._joint.unfinished(self._rank)
+        return _WithEarlier(self, self._joint, self._rank, earlier) if earlier else self
+
+
+class _WithEarlier(Ticket):
+    """A ticket, and the calls that its rank began before."""
+
+    def __init__(self, ticket: FileTicket, joint: Joint, rank: int, earlier: Sequence[Call]) -> None:
+        self._ticket, self._joint, self._rank, self._earlier = ticket, joint, rank, earlier
+
+    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
+        deadline = time.monotonic() + timeout
+        self._ticket.wait(timeout, stream)
+        for call in self._earlier:  # who has not come to one by now will not come
+            if call.complete and not call.finished:
+                try:
+                    self._joint.wait_for(call, self._rank, max(deadline - time.monotonic(), 0))
+                except DtorchError:
+                    if not call.finished:
+                        raise
+
+    def notes(self) -> Sequence[str]:
+        return self._ticket.notes()
+
+    def done(self) -> bool:
+        return self._ticket.done() and all(
+            call.finished or not call.complete or self._joint.done(call, self._rank) for call in self._earlier
+        )
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        settle_after(partial(self.wait, threading.TIMEOUT_MAX), lambda _, error: callback(), "a callback's wait")

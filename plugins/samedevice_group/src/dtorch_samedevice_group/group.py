@@ -134,6 +134,20 @@ def _collective(
     return method
 
 
+def _with_earlier(
+    call: Callable[Concatenate[SameDeviceProcessGroup, P], Waited],
+) -> Callable[Concatenate[SameDeviceProcessGroup, P], Waited]:
+    """A c10d method that is over when all is that this rank has begun before: who drops a Work counts on that."""
+
+    @functools.wraps(call)
+    def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> Waited:
+        work = call(self, *args, **named)
+        work.include_earlier()
+        return work
+
+    return method
+
+
 def open_process_group(ctx: BackendContext) -> dist.ProcessGroup:
     """The factory: a process group over a store that the core chooses for the same ranks."""
     return SameDeviceProcessGroup(ctx)
@@ -323,6 +337,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         outputs, inputs = tensors[: self._size], tensors[self._size :]
         return self._all_to_all(outputs, inputs, Options.read(opts, named))._replace(cut=cut)
 
+    @_with_earlier
     @_collective
     def barrier(self, *opts: Any, **named: Any) -> Plan:
         return Plan("barrier", (), (), collectives.nothing(), Options.read(opts, named).timeout)
