@@ -511,12 +511,12 @@ def collectives_behind_a_late_rank(group):
             _copied(collective.call(group, torch.zeros(shape, device=GPU)))  # memory
             stream.synchronize()
 
-        for number, collective in enumerate(COLLECTIVES * 4):
+        for number, collective in enumerate(COLLECTIVES * 2):
             late = number % group.world_size
             xs = _inputs(group, shape, torch.float32, number)
             x = torch.zeros(shape, device=GPU)
             if group.rank == late:
-                torch.cuda._sleep(LONG // 2)
+                torch.cuda._sleep(LONG)
 
             x.copy_(coded(10 * number + group.rank, shape, GPU))
             before = len(launcher._compiled)
