@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+from contextlib import closing
 from multiprocessing import Pipe
 
 import pytest
@@ -31,6 +32,7 @@ from dtorch_core.bench.profile import Call, calls_of, rows
 from dtorch_core.bench.sizes import GIB, KIB, MIB
 from dtorch_core.bench.steps import CALL, POST, SIGNAL, SLEEP, STEPS, TURN, WAKE_UP
 from dtorch_core.bench.stopwatch import Cost, Span, Stopwatch, cost
+from dtorch_core.bench.team import Team
 from dtorch_core.bench.timing import Series
 from dtorch_core.cli import bench, main
 from dtorch_core.errors import PeerLostError
@@ -195,6 +197,31 @@ class TestReport:
         }
         text = list(report.goals_table(list(found.values())))
         assert len(text) == 5 and text[1].endswith("held") and text[2].endswith("MISSED")
+
+    def test_large_calls_on_a_gpu_are_queued_too(self):
+        plan = Plan("cuda:0", operations=("all_reduce", "barrier"), sizes=(KIB, 256 * MIB))
+        small, waited, queued, barrier = plan.cells(2)
+        assert [cell.queued for cell in (small, waited, queued, barrier)] == [False, False, True, False]
+        assert str(queued) == "all_reduce, 256 MiB, queued, 2 ranks" and str(waited) == "all_reduce, 256 MiB, 2 ranks"
+        assert not any(cell.queued for cell in Plan("cpu", sizes=(256 * MIB,)).cells(2))
+        series = Series({DTORCH: [0.4e-3], FLOOR: [0.31e-3]})
+        measured = report.Measured({waited: series, queued: series})
+        found = {goal.text: (goal.at_least, goal.held) for goal in goals.of_all(measured) if goal.at_least is not None}
+        assert found == {
+            "all_reduce, 256 MiB, 2 ranks, one GPU: part of the bandwidth of a copy": (0.68, True),
+            "all_reduce, 256 MiB, queued, 2 ranks, one GPU: part of the bandwidth of a copy": (0.8, False),
+        }
+        assert [line.split()[:4] for line in next(report.tables(measured))][1:] == [
+            ["all_reduce", "256", "MiB", "400.0"], ["all_reduce", "256", "MiB,", "queued"]
+        ]  # fmt: skip
+        assert list(report.lines(measured.collectives)) == []
+
+    def test_calls_are_over_when_the_clock_stops(self):
+        done = []
+        with closing(Team(1)) as team:
+            team.time([lambda: done.append("call")], 2, lambda: done.append("end"))
+
+        assert done == ["call", "end", "call", "call", "end"]
 
 
 class Drawn:

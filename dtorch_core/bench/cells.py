@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from dtorch_core.bench.sizes import MIB, size
+from dtorch_core.bench.team import nothing
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 CHECKED = 64 * MIB
@@ -27,6 +29,8 @@ class Cell:
     """Bytes of each rank's input; 0 for the barrier."""
     ranks: int
     device: str
+    queued: bool = False
+    """On a GPU: calls are queued one behind the other, and the device is waited for once, after the last."""
 
     @property
     def small(self) -> bool:
@@ -65,7 +69,12 @@ class Cell:
         return read + written.get(self.operation, 0)
 
     def __str__(self) -> str:
-        return ", ".join([self.operation, *([size(self.nbytes)] if self.nbytes else []), f"{self.ranks} ranks"])
+        return ", ".join([self.operation, *([self.words] if self.nbytes else []), f"{self.ranks} ranks"])
+
+    @property
+    def words(self) -> str:
+        """Its size, and how it is called."""
+        return f"{size(self.nbytes)}, queued" if self.queued else size(self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +94,29 @@ class Buffers:
 
 
 def call(cell: Cell, group: dist.ProcessGroup, buffers: Buffers) -> Callable[[], object]:
-    """One collective on a process group, waited for, on the device too."""
+    """One collective on a process group, waited for; on the device too, where calls are not queued."""
     begin = _begin(cell, group, buffers)
     if cell.device == "cpu":
         return lambda: begin().wait()
 
-    device = torch.device(cell.device)
+    waited = nothing if cell.queued else end(cell.device)
 
     def call_and_wait() -> None:
         work = begin()
         if work is not None:  # NCCL has nothing to wait for where a call is on the current stream
             work.wait()
 
-        torch.cuda.synchronize(device)
+        waited()
 
     return call_and_wait
+
+
+def end(device: str) -> Callable[[], None]:
+    """What makes sure that all calls before it are over."""
+    if device == "cpu":
+        return nothing
+
+    return partial(torch.cuda.synchronize, torch.device(device))
 
 
 def _begin(cell: Cell, group: dist.ProcessGroup, buffers: Buffers) -> Callable[[], Any]:
@@ -134,7 +151,7 @@ def _blocking(kind: Callable[[], Any]) -> Any:  # noqa: ANN401 - c10d's option c
 
 def checked(cell: Cell) -> Cell:
     """The call that is checked instead of measured."""
-    return replace(cell, nbytes=min(cell.nbytes, CHECKED))
+    return replace(cell, nbytes=min(cell.nbytes, CHECKED), queued=False)
 
 
 def check(cell: Cell, rank: int, buffers: Buffers, inputs: Sequence[Tensor]) -> None:

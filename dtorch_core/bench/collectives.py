@@ -12,7 +12,7 @@ from dtorch_core.bench.floors import FLOOR, HAND_OFF, Floor, HandOff
 from dtorch_core.bench.groups import DTORCH, THREADED, Ours, Threaded, ThreadSubject
 from dtorch_core.bench.peers import GLOO, NCCL, gloo_crew, nccl_crew, why_no_nccl
 from dtorch_core.bench.processes import SOCKET, group_crew
-from dtorch_core.bench.sizes import room, size
+from dtorch_core.bench.sizes import MIB, room, size
 from dtorch_core.bench.team import Team
 from dtorch_core.bench.timing import Series, Subject, interleave
 
@@ -20,6 +20,9 @@ PROCESSES = "dtorch, processes"
 
 _LIMITS = {DTORCH: HAND_OFF, THREADED: HAND_OFF, PROCESSES: SOCKET, GLOO: SOCKET}
 """What ranks that are threads, and ranks that are processes, need at least to hear of each other."""
+
+LARGE = 64 * MIB
+"""On a GPU, calls of as many bytes are measured twice: each waited for, and queued."""
 
 NO_BYTES = (HAND_OFF, SOCKET)
 """Subjects that take as long whatever the size: they have no bandwidth."""
@@ -44,6 +47,8 @@ class Plan:
         for operation in self.operations:
             for nbytes in (0,) if operation == "barrier" else self.sizes:
                 yield Cell(operation, nbytes, ranks, self.device)
+                if self.device != "cpu" and nbytes >= LARGE:
+                    yield Cell(operation, nbytes, ranks, self.device, queued=True)
 
 
 def limits(name: str, series: Series) -> list[str]:
@@ -109,6 +114,9 @@ class _World:
         buffers = [Buffers.of(cell, rank) for rank in range(team.size)]
         subjects: list[Subject] = [ThreadSubject(group, team, cell, buffers) for group in self._groups]
         for name, crew in self._crews.items():
+            if cell.queued and name != PROCESSES:
+                continue
+
             if name == PROCESSES:
                 subjects.append(CrewSubject.of(name, crew, cell))
                 continue

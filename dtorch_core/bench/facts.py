@@ -27,6 +27,7 @@ def facts(
                 "bytes": cell.nbytes,
                 "ranks": cell.ranks,
                 "device": cell.device,
+                "queued": cell.queued,
                 "subjects": _subjects(series, collectives.limits),
             }
             for cell, series in measured.collectives.items()

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtorch_core.bench.cells import Buffers, Cell
+from dtorch_core.bench.cells import Buffers, Cell, end
 from dtorch_core.bench.team import Team
 
 HAND_OFF = "hand-off"
@@ -63,13 +63,14 @@ class Floor:
         else:
             # One kernel, which reads and writes as many bytes as a collective in one kernel would.
             source, target = (torch.ones(cell.moved // 8, device=cell.device) for _ in range(2))
-            shares = [[partial(_copy, target, source), partial(torch.cuda.synchronize, torch.device(cell.device))]]
+            shares = [[partial(_copy, target, source), *([] if cell.queued else [end(cell.device)])]]
 
         self._calls: list[Step] = [partial(_run, share) for share in shares]
         self._calls += [_rest] * (cell.ranks - len(shares))
+        self._end = end(cell.device)
 
     def time(self, count: int) -> float:
-        return self._team.time(self._calls, count)
+        return self._team.time(self._calls, count, self._end)
 
 
 def _rest() -> None:

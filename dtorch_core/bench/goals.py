@@ -33,6 +33,8 @@ ON_GPU = {
 OF_COPY_ON_GPU = {2: 0.68, 4: 0.73}
 """Thread ranks of one GPU: by world size, at least this part of the bandwidth of a copy. It is four fifths of what one
 kernel reaches that reads every input once and writes every output once: 0.85 and 0.91."""
+OF_COPY_QUEUED = 0.8
+"""The same, of calls that are queued: the hosts run ahead, and what is left is the kernels."""
 ON_GPU_LARGE = 256 * MIB, ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -91,7 +93,7 @@ def _of_processes(cell: Cell, series: Series) -> Iterator[Goal]:
 def _on_gpu(cell: Cell, series: Series) -> Iterator[Goal]:
     what = f"{_named(cell)}, {cell.ranks} ranks, one GPU"
     for (name, ranks), bounds in ON_GPU.items():
-        most = bounds.get(cell.nbytes)
+        most = None if cell.queued else bounds.get(cell.nbytes)
         if cell.operation == "all_reduce" and cell.ranks == ranks and name in series and most is not None:
             who = "" if name == DTORCH else ", processes"
             yield Goal(f"{what}{who}: milliseconds", series.seconds(name) * 1e3, at_most=most * 1e3)
@@ -99,7 +101,8 @@ def _on_gpu(cell: Cell, series: Series) -> Iterator[Goal]:
     nbytes, operations = ON_GPU_LARGE
     least = OF_COPY_ON_GPU.get(cell.ranks)
     if cell.nbytes == nbytes and cell.operation in operations and DTORCH in series and least is not None:
-        yield Goal(f"{what}: part of the bandwidth of a copy", series.fraction(DTORCH, [FLOOR]), least)
+        part = series.fraction(DTORCH, [FLOOR])
+        yield Goal(f"{what}: part of the bandwidth of a copy", part, OF_COPY_QUEUED if cell.queued else least)
 
 
 def of_exchange(results: Mapping[int, Series]) -> Iterator[Goal]:
@@ -147,4 +150,4 @@ def of_own_gpus(results: Mapping[OwnGpus, Series]) -> Iterator[Goal]:
 
 
 def _named(cell: Cell) -> str:
-    return f"{cell.operation}, {size(cell.nbytes)}" if cell.nbytes else cell.operation
+    return f"{cell.operation}, {cell.words}" if cell.nbytes else cell.operation

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import dtorch_core
-from dtorch_core.bench.cells import Buffers, Cell, call, check, checked
+from dtorch_core.bench.cells import Buffers, Cell, call, check, checked, end
 from dtorch_core.bench.team import Team
 
 DTORCH = "dtorch, threads"
@@ -55,6 +55,7 @@ class ThreadSubject:
         self.name = group.name
         self._team = team
         self._calls = [call(cell, group.members[rank], buffers[rank]) for rank in range(team.size)]
+        self._end = end(cell.device)
         self._check(group, cell)
 
     def _check(self, group: Ours | Threaded, cell: Cell) -> None:
@@ -66,4 +67,4 @@ class ThreadSubject:
             check(cell, rank, buffers, inputs)
 
     def time(self, count: int) -> float:
-        return self._team.time(self._calls, count)
+        return self._team.time(self._calls, count, self._end)

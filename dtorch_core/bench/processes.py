@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 import dtorch_core
-from dtorch_core.bench.cells import Buffers, Cell, call, check, checked
+from dtorch_core.bench.cells import Buffers, Cell, call, check, checked, end
 from dtorch_core.bench.crew import Crew, Timed, answer
 from dtorch_core.bench.sizes import KIB
 from dtorch_core.bench.team import PATIENCE, timed
@@ -56,7 +56,7 @@ def _serve_group(rank: int, ranks: int, meeting: str, pipe: Connection, device: 
             call(small, group.process_group, buffers)()
             check(small, rank, buffers, inputs)
             del buffers, inputs
-            return partial(timed, call(what, group.process_group, Buffers.of(what, rank)))
+            return partial(timed, call(what, group.process_group, Buffers.of(what, rank)), end=end(what.device))
 
         answer(pipe, prepare)
 

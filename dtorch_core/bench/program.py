@@ -48,7 +48,7 @@ def run(plan: Plan, tables: Sequence[str], output: Output, out: TextIO) -> None:
     share = load.share()
     about["taken by other programs"] = "unknown" if share is None else f"{share:.0%} of the cores' time"
     fitted, found = list(report.lines(measured.collectives)), list(goals.of_all(measured))
-    drawn = {cell: series for cell, series in measured.collectives.items() if cell.nbytes}
+    drawn = {cell: series for cell, series in measured.collectives.items() if cell.nbytes and not cell.queued}
     if output.plot is not None and not drawn:
         plan.skipped.append(f"{output.plot}: no collective of tensors was measured")
 

@@ -87,7 +87,7 @@ def lines(results: Mapping[Cell, Series]) -> Iterator[Fitted]:
     times: dict[tuple[str, int, str, str], dict[int, float]] = {}
     for cell, series in results.items():
         for name in series.rounds:
-            if cell.nbytes and name not in collectives.NO_BYTES:
+            if cell.nbytes and not cell.queued and name not in collectives.NO_BYTES:
                 key = cell.operation, cell.ranks, cell.device, name
                 times.setdefault(key, {})[cell.nbytes] = series.seconds(name)
 
@@ -100,7 +100,7 @@ def tables(measured: Measured) -> Iterator[Iterable[str]]:
     """Those that were measured, as lines of text."""
     for ranks in dict.fromkeys(cell.ranks for cell in measured.collectives):
         results = {cell: series for cell, series in measured.collectives.items() if cell.ranks == ranks}
-        rows = {(cell.operation, size(cell.nbytes) if cell.nbytes else "-"): each for cell, each in results.items()}
+        rows = {(cell.operation, cell.words if cell.nbytes else "-"): each for cell, each in results.items()}
         yield _table((f"{ranks} ranks", "size"), rows, collectives.limits)
         if fitted := list(lines(results)):
             yield _lines_table(ranks, fitted)

@@ -14,9 +14,14 @@ import torch
 
 T = TypeVar("T")
 Job = tuple[Callable[[int], Any], Future[Any]]
+Call = Callable[[], object]
 
 PATIENCE = 300.0
 """Seconds that a job may take. A rank that failed leaves the others in a collective: the run ends then."""
+
+
+def nothing() -> None:
+    """Calls are over when they return."""
 
 
 def pin(rank: int) -> None:
@@ -43,9 +48,9 @@ class Team:
 
         return [future.result(PATIENCE) for future in futures]
 
-    def time(self, calls: Sequence[Callable[[], object]], count: int) -> float:
+    def time(self, calls: Sequence[Call], count: int, end: Call = nothing) -> float:
         """Seconds for one call of each rank's ``calls[rank]``, made ``count`` times in a row: the slowest rank's."""
-        return max(self.run(lambda rank: timed(calls[rank], count)))
+        return max(self.run(lambda rank: timed(calls[rank], count, end)))
 
     def close(self) -> None:
         """Let the threads end."""
@@ -53,13 +58,18 @@ class Team:
             queue.put(None)
 
 
-def timed(call: Callable[[], object], count: int) -> float:
-    """Seconds for one of ``count`` calls in a row; one more, before them, brings the ranks together."""
+def timed(call: Call, count: int, end: Call = nothing) -> float:
+    """Seconds for one of ``count`` calls in a row; one more, before them, brings the ranks together.
+
+    :param end: makes sure that all of them are over.
+    """
     call()
+    end()
     begin = perf_counter()
     for _ in range(count):
         call()
 
+    end()
     return (perf_counter() - begin) / count
 
 
