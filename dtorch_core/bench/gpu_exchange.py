@@ -24,6 +24,9 @@ STEPS, IDLE, WHOLE = "four steps, host", "four steps, host, idle streams", "four
 """With work on the streams before, within and after; without; and with that work done, on the device too."""
 QUEUE = "torch.multiprocessing"
 
+WARMING = 1000
+"""Calls before the first that is measured: about half a second. Until then each takes half as long again."""
+
 Call = Callable[[int], list[float]]
 """So many calls in a row: the seconds of each."""
 
@@ -51,6 +54,7 @@ def _rank(ctx: RankContext, plan: Plan, queues: Sequence[Any]) -> dict[int, dict
     """This rank's seconds for each subject, by round."""
     torch.set_num_threads(1)
     with closing(ctx.open_store("bench")) as store, torch.cuda.stream(torch.cuda.Stream()):
+        _exchange(store, 4, queues)[STEPS](WARMING)  # else the first size is that of a GPU that has yet to wake
         return {nbytes: _turns(store, _exchange(store, nbytes, queues), plan.rounds) for nbytes in plan.sizes}
 
 

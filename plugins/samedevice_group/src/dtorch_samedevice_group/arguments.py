@@ -110,6 +110,9 @@ def pieces(what: str, whole: Tensor, sizes: Sequence[int], size: int) -> Sequenc
 def one_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """The dtype of all of them."""
     dtypes = {tensor.dtype for tensor in tensors}
+    if not dtypes:
+        raise ValueError("takes at least one tensor")
+
     if len(dtypes) != 1:
         raise ValueError(f"the tensors must have one dtype, and are {describe_all(tensors)}")
 
