@@ -29,6 +29,9 @@ _adapted: set[str] = set()
 _SINCE_2_14 = hasattr(distributed_c10d, "_NonGroupMember")
 """split_group keeps the order of the ranks, and returns what new_group does where this rank is in no part."""
 
+_SINCE_2_15 = hasattr(distributed_c10d._World, "pg_flight_recorder_hooks")
+"""Each new group gets hooks that record its collectives."""
+
 
 def adapt() -> None:
     """Make ``torch.distributed`` ask the groups of this project; once."""
@@ -46,11 +49,12 @@ def missing() -> list[str]:
 
 def _asked() -> tuple[tuple[str, str, Callable[..., Any]], ...]:
     """c10d's function, which of its parameters is the group, and what is called for a group of this project."""
-    return (
+    functions: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         ("monitored_barrier", "group", _monitored_barrier),
         ("_set_pg_timeout", "group", _set_timeout),
         ("split_group", "parent_pg", _split_group),
     )
+    return (*functions, ("_maybe_attach_flight_recorder", "pg", _leave_unrecorded)) if _SINCE_2_15 else functions
 
 
 def _lack(name: str, parameter: str, ours: Callable[..., Any]) -> str | None:
@@ -158,6 +162,13 @@ def _monitored_barrier(
 
 def _set_timeout(group: Any, timeout: timedelta) -> None:  # noqa: ANN401
     group.set_timeout(timeout)
+
+
+def _leave_unrecorded(group: Any) -> None:  # noqa: ANN401
+    """The hooks need a backend written in C++: c10d spares groups that have no device types, and those here have them.
+
+    What the ranks called is in errors, and in the flight recorder of this project.
+    """
 
 
 def _split_group(

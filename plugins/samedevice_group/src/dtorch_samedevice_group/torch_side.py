@@ -23,7 +23,7 @@ class TorchSide:
     supports_splitting = False
     # It does, and gains nothing: batch_isend_irecv gives one Work for each message then, as on Gloo.
     supports_coalescing = False
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False  # its name up to torch 2.14, and since
     supports_tensor_alloc = False
     supports_shrinking = False
     options: Any = None
