@@ -21,8 +21,8 @@ from dtorch_core._scope import Scope
 from dtorch_core._shared_patch import SharedPatch, replace
 
 _KEY = "script"
-_STOOD_FOR = {"undefined", "nccl", "gloo", "ucc", "xccl"}
-"""Backends of torch's own in whose place another one is put."""
+_STOOD_FOR = {"undefined", "nccl", "nccl-legacy", "nccl2", "nccl-lazy", "gloo", "ucc", "xccl"}
+"""Backends of torch's own in whose place another one is put. Since torch 2.14 there are several by NCCL."""
 
 @dataclass
 class _Script:

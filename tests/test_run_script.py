@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from importlib import metadata
 
 import pytest
 import torch
@@ -15,6 +16,13 @@ from dtorch_core import _passed_signals
 from dtorch_core.cli import main
 
 LIMIT = 60.0
+
+NCCL_NAMES = [
+    name
+    for name in ("nccl-legacy", "nccl2", "nccl-lazy")
+    if metadata.entry_points(group="torch.distributed.backends", name=name)
+]
+"""What torch has besides ``nccl``, since 2.14."""
 
 BEGIN = """
 import os, signal, sys, threading, time
@@ -83,6 +91,7 @@ class TestScript:
             ("backend='nccl', init_method='env://'", "'nccl'"),
             ("'cpu:gloo,cuda:nccl'", "'cpu:gloo,cuda:nccl'"),
             ("", "a process group without naming a backend"),
+            *((repr(name), repr(name)) for name in NCCL_NAMES),
         ],
     )
     def test_what_it_asks_for_is_on_what_fits(self, run, call, shown):
