@@ -80,7 +80,11 @@ def _combine(a, b, OP: tl.constexpr):
     elif OP == "mul":
         result = a * b
     else:
-        result = (tl.minimum(a, b) if OP == "min" else tl.maximum(a, b)).to(a.dtype)
+        x, y = a, b
+        if a.dtype == tl.bfloat16:  # as triton did by itself up to 3.8: its interpreter compares them as integers
+            x, y = a.to(tl.float32), b.to(tl.float32)
+
+        result = (tl.minimum(x, y) if OP == "min" else tl.maximum(x, y)).to(a.dtype)
         if a.dtype.is_floating():
             result = tl.where(a != a, a, tl.where(b != b, b, result))
 
