@@ -291,6 +291,7 @@ class TestArguments:
         "a root that is not there": lambda pg: pg.broadcast([torch.zeros(2)], 2),
         "two tensors": lambda pg: pg.reduce([torch.zeros(2), torch.zeros(2)]),
         "no tensor": lambda pg: pg.allreduce([]),
+        "no tensor to broadcast": lambda pg: pg.broadcast([], 0),
         "two dtypes": lambda pg: pg.allreduce([torch.zeros(2), torch.zeros(2).half()]),
         "lists of two lengths": lambda pg: pg.all_gather_single_coalesced([torch.zeros(4)], [torch.zeros(2)] * 2),
         "an expanded output": lambda pg: pg.allreduce([torch.zeros(1).expand(2)]),
@@ -314,6 +315,13 @@ class TestArguments:
 
             pg.allreduce([x]).wait()
             assert torch.equal(x, part(0, 3) + part(1, 3))
+
+        on_ranks(body)
+
+    def test_error_says_that_a_tensor_is_missing(self):
+        def body(pg, group):
+            with pytest.raises(ValueError, match="at least one tensor"):
+                pg.allreduce([])
 
         on_ranks(body)
 

@@ -20,8 +20,14 @@ Cut = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
-    """A tensor stands for a list of one."""
-    return [tensors] if isinstance(tensors, Tensor) else tensors
+    """A tensor stands for a list of one, and there is one at least."""
+    if isinstance(tensors, Tensor):
+        return [tensors]
+
+    if not tensors:
+        raise ValueError("takes at least one tensor a rank")
+
+    return tensors
 
 
 def only(what: str, tensors: Sequence[Tensor] | Tensor) -> Tensor:
@@ -110,9 +116,6 @@ def pieces(what: str, whole: Tensor, sizes: Sequence[int], size: int) -> Sequenc
 def one_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """The dtype of all of them."""
     dtypes = {tensor.dtype for tensor in tensors}
-    if not dtypes:
-        raise ValueError("takes at least one tensor")
-
     if len(dtypes) != 1:
         raise ValueError(f"the tensors must have one dtype, and are {describe_all(tensors)}")
 
