@@ -21,8 +21,8 @@ def report() -> list[str]:
 
     return [
         f"ranks that share a GPU: threads of one process are the fast way; between processes each switch takes about "
-        f"{SWITCH} us, and a collective at least two. Where ranks have to be processes, NVIDIA MPS, which does not run "
-        f"here, saves the switches: nvidia-cuda-mps-control -d"
+        f"{SWITCH} us, and a collective at least two. Four and more threads take turns with the GIL for as long: then "
+        f"processes are as fast. NVIDIA MPS, which does not run here, saves the switches: nvidia-cuda-mps-control -d"
     ]
 
 
