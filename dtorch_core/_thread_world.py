@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
 from dtorch_core import _scope
+from dtorch_core._rank_properties import unlocked
 from dtorch_core._rank_threads import inherited
 from dtorch_core._scope import Scope
 from dtorch_core._shared_patch import SharedPatch, lacking, replace

@@ -1,6 +1,7 @@
 """spawn(torch_distributed=True): each rank that is a thread has a torch.distributed of its own."""
 
 import copy
+import functools
 import gc
 import importlib
 import pickle
@@ -24,7 +25,7 @@ LIMIT = 30.0
 
 
 def run(fn, world_size=4, **named):
-    return spawn(fn, world_size, torch_distributed=True, timeout=LIMIT, **named)
+    return spawn(fn, world_size, torch_distributed=True, **{"timeout": LIMIT, **named})
 
 
 def rows(rank, count=4):
@@ -350,6 +351,22 @@ class TestTensors:
 
 
 class TestThreadsOfARank:
+    def test_a_cached_property_may_be_collective(self):
+        """Up to Python 3.11 it has one lock for all objects."""
+
+        class Job:
+            @functools.cached_property
+            def total(self):
+                return functional.all_reduce(rows(dist.get_rank()), "sum", dist.group.WORLD).wait()
+
+        def body(ctx):
+            job = Job()
+            return job.total, job.total is job.total, Job.total
+
+        for total, kept, itself in run(body, timeout=10.0):
+            assert torch.equal(total, sum(rows(rank) for rank in range(4)))
+            assert kept and itself is vars(Job)["total"]
+
     def test_a_thread_that_a_rank_starts_is_the_ranks(self):
         def rank(ctx):
             seen = []
@@ -385,6 +402,7 @@ def state():
         "rank": torch._C._distributed_c10d._set_global_rank,
         "ddp": nn.parallel.DistributedDataParallel._active_ddp_module,
         "thread": threading.Thread.start,
+        "property": functools.cached_property.__get__,
         "hook": sys.excepthook,
         "tracker": type(sys.modules.get("torch.distributed.tensor._random")),
         "lock": getattr(

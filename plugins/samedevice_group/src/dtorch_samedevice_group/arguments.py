@@ -113,6 +113,15 @@ def pieces(what: str, whole: Tensor, sizes: Sequence[int], size: int) -> Sequenc
     return list(whole.split(list(sizes)))
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The same memory without its gradients.
+
+    Where they are recorded, autograd does not hear of what is written, as with c10d's other backends: programs reduce
+    in place what an operator has saved, and broadcast what has been split.
+    """
+    return tensor.data if tensor.requires_grad else tensor.detach()
+
+
 def one_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """The dtype of all of them."""
     dtypes = {tensor.dtype for tensor in tensors}

@@ -42,6 +42,7 @@ from dtorch_samedevice_group.arguments import (
     only_list,
     output_in_parts,
     parts,
+    plain,
 )
 from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine
@@ -121,7 +122,7 @@ def _collective(
         if reading is not None:
             self._repeats.learn(reading, planned)
 
-        tensors = [tensor.detach() for tensor in planned.tensors]
+        tensors = [plain(tensor) for tensor in planned.tensors]
         seconds = self._timeout if planned.timeout is None else planned.timeout
         aside = self._coalesced is None and is_async((*args, *named.values()))
         post = self._engine.post_aside if aside else self._engine.post

@@ -17,6 +17,7 @@ from dtorch_core._futures import settle_after
 from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket
 from dtorch_core.mail import Receipt
+from dtorch_samedevice_group.arguments import plain
 from dtorch_samedevice_group.aside import on
 
 _init = dist._Work.__init__
@@ -259,7 +260,7 @@ class ReceiveWork(Waited):
             )
 
         with torch.inference_mode(buffer.is_inference()):  # a future's wait is in a thread of its own
-            buffer.detach().copy_(message.reshape(buffer.shape))
+            plain(buffer).copy_(message.reshape(buffer.shape))
 
         self._stored = streams.record(buffer)
         return buffer
