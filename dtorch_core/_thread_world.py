@@ -106,7 +106,7 @@ def held() -> Iterator[None]:
             f"{'; '.join(MISSING)}. Use ranks_as='processes'"
         )
 
-    with inherited.held(), _patch.held():
+    with inherited.held(), unlocked.held(), _patch.held():
         yield
 
 

@@ -25,7 +25,7 @@ LIMIT = 30.0
 
 
 def run(fn, world_size=4, **named):
-    return spawn(fn, world_size, torch_distributed=True, **{"timeout": LIMIT, **named})
+    return spawn(fn, world_size, torch_distributed=True, timeout=LIMIT, **named)
 
 
 def rows(rank, count=4):
@@ -363,7 +363,7 @@ class TestThreadsOfARank:
             job = Job()
             return job.total, job.total is job.total, Job.total
 
-        for total, kept, itself in run(body, timeout=10.0):
+        for total, kept, itself in run(body):
             assert torch.equal(total, sum(rows(rank) for rank in range(4)))
             assert kept and itself is vars(Job)["total"]
 
