@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,20 @@ class _Script:
     device: str
     openings: Iterator[int] = field(default_factory=itertools.count)
     told: set[str] = field(default_factory=set)
+    names: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    """What ``get_backend`` says of groups that stand for others."""
+    default: str | None = None
+    """Of the default group; groups that are asked for without a name are of its kind."""
+
+    def stands_for(self, asked: str) -> str | None:
+        """The one name that torch would have; None where it would not have one either.
+
+        Whoever asks for NCCL and finds it has tensors on a GPU.
+        """
+        if not asked.isalnum() or asked == "undefined":
+            return None
+
+        return asked if self.device.startswith("cuda") else "gloo"
 
 
 def _mine() -> _Script | None:
@@ -51,11 +66,21 @@ def _install(stack: ExitStack) -> None:
         script = _mine()
         bound = signature.bind(*args, **named)
         asked = _asked(bound.arguments["backend"])
+        is_default = dist.group.WORLD is None
+        if script is not None and is_default:
+            script.default = None
+
         if script is None or asked is None or asked == script.backend:
             return original(*args, **named)
 
         bound.arguments["backend"] = distributed_c10d.Backend(script.backend)
         made = original(*bound.args, **bound.kwargs)
+        name = script.stands_for(asked)
+        if name is not None and isinstance(made[0], dist.ProcessGroup):
+            script.names[made[0]] = name
+            if is_default:
+                script.default = name
+
         _tell(script, asked, made[0])
         return made
 
@@ -71,10 +96,22 @@ def _install(stack: ExitStack) -> None:
         # NCCL's own would warn where torch has none.
         return original_timeout(distributed_c10d.Backend("gloo") if _mine() and _asked(backend) else backend)
 
+    def backend(group: Any = None) -> Any:  # noqa: ANN401
+        # Libraries choose by this name whether they wrap a model in DDP, or which device a message has to be on. Not in
+        # distributed_c10d: what torch itself makes of a name there is for groups of its own.
+        real = original_backend(group)
+        script = _mine()
+        if script is None or real != script.backend or real in _STOOD_FOR:
+            return real
+
+        name = script.names.get(dist.group.WORLD if group is None else group, script.default)
+        return real if name is None else distributed_c10d.Backend(name)
+
     original = replace(stack, distributed_c10d, "_new_process_group_helper", make)
     signature = inspect.signature(original)
     original_rendezvous = replace(stack, distributed_c10d, "rendezvous", meet)
     original_timeout = replace(stack, distributed_c10d, "_get_default_timeout", timeout)
+    original_backend: Any = replace(stack, dist, "get_backend", backend)
 
 
 def _tell(script: _Script, asked: str, group: Any) -> None:  # noqa: ANN401 - NON_GROUP_MEMBER, too

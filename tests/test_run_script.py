@@ -45,6 +45,7 @@ def state():
         "handlers": [signal.getsignal(number) for number in numbers],
         "functions": [signal.signal, signal.getsignal, threading.Thread.start],
         "c10d": [torch.distributed.distributed_c10d.rendezvous, torch.distributed.distributed_c10d._world],
+        "name": torch.distributed.get_backend,
     }
 
 
@@ -104,6 +105,24 @@ class TestScript:
         status, out, err = run(body)
         assert (status, out) == (0, ["[rank 0] 1", "[rank 1] 1"])
         assert err == [f"dtorch run: the script asks for {shown}: 2 ranks on cpu use samedevice"]
+
+    @pytest.mark.parametrize("asked", ["gloo", "nccl", "dtorch", "cpu:gloo,cuda:nccl"])
+    def test_a_group_is_called_what_it_stands_for(self, run, asked):
+        """Libraries choose by that name: pytorch-ignite wraps a model in DDP for those that it knows."""
+        body = f"""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        dist.init_process_group("{asked}")
+        named, same = dist.new_group(backend="gloo"), dist.new_group()
+        mesh = init_device_mesh("cpu", (2,)).get_group()
+        print(*(dist.get_backend(group) for group in (None, dist.group.WORLD, same, mesh)), dist.get_backend(named))
+        print(named.name(), same.name())
+        """
+        status, out, _ = run(body)
+        called = "gloo" if asked in ("gloo", "nccl") else "dtorch"
+        assert status == 0
+        texts = f"{called} {called} {called} {called} gloo", "samedevice samedevice"
+        assert out == [f"[rank {rank}] {text}" for rank in range(2) for text in texts]
 
     def test_a_backend_of_torch_can_be_named_for_it(self, run):
         body = """
