@@ -799,21 +799,22 @@ class TestTensors:
 
         on_ranks(body)
 
-    def test_autograd_does_not_hear_of_what_is_written(self):
+    def test_computed_tensor_is_written_unseen_by_autograd(self):
         def body(pg, group):
-            w = part(pg.rank(), 3).requires_grad_()
-            saved, split = w.relu(), w.split(2)
+            w = part(pg.rank(), 4).requires_grad_()
+            saved = w.relu()
+            split = saved.split(2)
             pg.allreduce([saved]).wait()
-            assert torch.equal(saved, part(0, 3) + part(1, 3))
-            pg.broadcast([w], 1).wait()
-            saved.sum().backward()
-            assert torch.equal(w.grad, torch.ones(3))
-            assert torch.equal(split[0] + 0, part(1, 3)[:2])
+            assert torch.equal(saved, part(0, 4) + part(1, 4))
+            pg.broadcast([saved], 1).wait()
             pg.send([w], 1 - pg.rank(), 0)
-            pg.recv([w], 1 - pg.rank(), 0).wait()
-            assert torch.equal(split[1] + 0, part(1, 3)[2:])
+            pg.recv([saved], 1 - pg.rank(), 0).wait()
+            assert torch.equal(split[1] + 0, part(1 - pg.rank(), 4)[2:])
+            saved.sum().backward()
+            assert torch.equal(w.grad, torch.ones(4))
 
-        on_ranks(body)
+        with torch.autograd.set_multithreading_enabled(False):
+            on_ranks(body)
 
     def test_received_tensor_of_a_sender_in_inference_mode(self):
         def body(pg, group):

@@ -116,10 +116,10 @@ def pieces(what: str, whole: Tensor, sizes: Sequence[int], size: int) -> Sequenc
 def plain(tensor: Tensor) -> Tensor:
     """The same memory without its gradients.
 
-    Where they are recorded, autograd does not hear of what is written, as with c10d's other backends: programs reduce
-    in place what an operator has saved, and broadcast what has been split.
+    Of what an operator has computed, autograd does not hear that it is written, as with c10d's other backends: programs
+    reduce in place what is saved for the backward pass. A leaf counts as changed, as after a step of an optimizer.
     """
-    return tensor.data if tensor.requires_grad else tensor.detach()
+    return tensor.data if tensor.grad_fn is not None else tensor.detach()
 
 
 def one_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
