@@ -94,6 +94,12 @@ class TestCollectivesInPlace:
             )
             outs = [torch.zeros(size) for _ in range(n)]
             check(pg.gather([outs] if rank == 0 else [], [xs[rank]]), outs, xs if rank == 0 else outs)
+            out = torch.zeros(n * size if rank == n - 1 else 0)
+            check(
+                pg.gather_single(out, xs[rank], options("GatherOptions", rootRank=n - 1)),
+                [out],
+                [torch.cat(xs) if rank == n - 1 else out],
+            )
             out = torch.zeros(size)
             check(pg.scatter([out], [xs] if rank == 0 else []), [out], [xs[rank]])
             outs = [torch.zeros(size) for _ in range(n)]
@@ -282,6 +288,7 @@ class TestArguments:
         "an output of another shape": lambda pg: pg.allgather([[torch.zeros(3), torch.zeros(3)]], [torch.zeros(2)]),
         "an output of another dtype": lambda pg: pg.reduce_scatter([torch.zeros(2).half()], [[torch.zeros(2)] * 2]),
         "an output of another size": lambda pg: pg.all_gather_single(torch.zeros(5), torch.zeros(2)),
+        "an output of another size to gather": lambda pg: pg.gather_single(torch.zeros(5), torch.zeros(2), 1),
         "an output that cannot be cut": lambda pg: pg.all_gather_single(torch.zeros(4, 2).t(), torch.zeros(2, 2)),
         "split sizes that do not add up": lambda pg: pg.all_to_all_single(four(), four(), [1, 2], [2, 2]),
         "split sizes below zero": lambda pg: pg.all_to_all_single(four(), four(), [5, -1], [2, 2]),

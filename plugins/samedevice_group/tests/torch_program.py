@@ -68,6 +68,11 @@ class Checks:
         outputs = [torch.empty(4) for _ in self.ranks]
         dist.all_gather(outputs, part(self.rank))
         expect_equal(torch.cat(outputs), torch.cat([part(rank) for rank in self.ranks]))
+        if hasattr(dist, "gather_single"):  # since torch 2.14
+            whole = torch.empty(4 * self.world) if self.rank == 1 else None
+            dist.gather_single(part(self.rank), whole, 1)
+            assert whole is None or torch.equal(whole, torch.cat(outputs))
+
         work = dist.broadcast(x := part(self.rank), 1, async_op=True)
         assert work.get_future().then(lambda future: future.value()[0]).wait() is x or work.is_completed()
         expect_equal(x, part(1))

@@ -34,6 +34,7 @@ from dtorch_samedevice_group.arguments import (
     both_in_pieces,
     check_fits,
     check_together,
+    input_alone,
     input_in_parts,
     listed,
     one_dtype,
@@ -308,6 +309,16 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
             outputs = one_each("outputs", only_list("outputs", output_lists), self._size)
 
         return Plan(f"gather(dst={root})", (*outputs, tensor), outputs, collectives.gather(root), options.timeout)
+
+    @_collective
+    def gather_single(self, output: Tensor, tensor: Tensor, *opts: Any, **named: Any) -> Plan:
+        """Of torch 2.14. The output counts on the root alone."""
+        options = Options.read(opts, named)
+        root = self._check_rank(options.root)
+        cut = output_in_parts(self._size) if self._rank == root else input_alone
+        *outputs, tensor = cut((output, tensor))
+        work = collectives.gather(root)
+        return Plan(f"gather(dst={root})", (*outputs, tensor), outputs, work, options.timeout, cut=cut)
 
     @_collective
     def scatter(self, outputs: Any, input_lists: Any, *opts: Any, **named: Any) -> Plan:
