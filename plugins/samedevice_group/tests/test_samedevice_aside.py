@@ -10,6 +10,7 @@ from dtorch_samedevice_group.options import is_async
 from dtorch_samedevice_group.work import GroupWork
 from torch.distributed import distributed_c10d as c10d
 
+from dtorch_core.joint import Ticket
 from dtorch_core.testing import run_ranks
 
 LIMIT = 20.0
@@ -96,6 +97,43 @@ def test_what_is_not_put_aside(streams):
     streams.capturing = False
     assert Engine(Store(), "g").post_aside("call", (on_gpu(),), collectives.nothing()) == ("collective #1", None)
     assert not streams.made
+
+
+class Said(Ticket):
+    """A ticket that says what is asked of it."""
+
+    def __init__(self, name, said, error=None):
+        self.name, self.said, self.error = name, said, error
+
+    def wait(self, timeout, stream=None):
+        self.said.append((self.name, timeout, stream))
+        if self.error is not None:
+            raise self.error
+
+    def notes(self):
+        return [self.name]
+
+    def done(self):
+        return False
+
+    def add_done_callback(self, callback):
+        callback()
+
+
+def test_a_barrier_is_behind_what_was_put_aside(streams, monkeypatch):
+    said = []
+    tickets = [Said("first", said, ValueError("of its own Work")), Said("second", said), Said("in a graph", said)]
+    given = iter(tickets)
+    monkeypatch.setattr(Store, "post", lambda self, *args, stream=None: next(given))
+    engine = Engine(Store(), "g", aside=True)
+    for streams.capturing in (False, False, True):
+        engine.post_aside("call", (on_gpu(),), collectives.nothing())
+
+    barrier = GroupWork(Said("barrier", said), [], LIMIT)
+    barrier.include_earlier(engine.begun())
+    assert barrier.wait() and not barrier.is_completed()
+    assert said == [("barrier", LIMIT, None), ("first", 0, None), ("second", 0, None)]
+    assert not engine.begun(), "they are ordered once"
 
 
 def test_future_in_a_graph_stays_on_the_stream_that_is_captured(streams, monkeypatch):

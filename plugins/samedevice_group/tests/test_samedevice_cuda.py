@@ -1,5 +1,6 @@
 """The samedevice group on a GPU: its c10d surface is ordered with the ranks' streams, and the host waits for none."""
 
+import threading
 import time
 from datetime import timedelta
 
@@ -183,7 +184,7 @@ class TestAsyncCalls:
         Everything is queued while the GPU sleeps. On the rank's own stream the matmuls could not begin earlier than the
         collective has ended.
         """
-        size, matmuls = 1 << 26, 24
+        size, matmuls, there = 1 << 26, 24, threading.Barrier(2, timeout=LIMIT)  # the group's would order the streams
 
         def body(pg, group):
             x = torch.full((size,), 1.0 + pg.rank(), device=GPU)
@@ -204,9 +205,9 @@ class TestAsyncCalls:
                 work.get_future()
 
             # On one stream for both, the matmuls of one rank hold up what the other has not begun yet.
-            pg.barrier().wait()
+            there.wait()
             started = mark()
-            pg.barrier().wait()
+            there.wait()
             for _ in range(matmuls):
                 torch.mm(a, a, out=product)
 
@@ -224,6 +225,23 @@ class TestAsyncCalls:
             assert times[0] < times[1] < times[2]
             work.wait()
             assert torch.equal(x, torch.full_like(x, 3.0))
+
+        on_ranks(body, own=own)
+
+    @STREAMS
+    def test_a_barrier_ends_those_whose_work_was_dropped(self, own):
+        def body(pg, group):
+            begun(pg, torch.zeros(1000, device=GPU)).wait()
+            for turn in range(4):
+                xs = [torch.zeros(1000, device=GPU) for _ in range(3)]
+                torch.cuda._sleep(LONG // 4 * (pg.rank() == turn % 2))
+                for number, x in enumerate(xs):
+                    x.copy_(part(pg.rank(), 1000) + number)
+                    begun(pg, x)
+
+                pg.barrier().wait()
+                for number, x in enumerate(xs):
+                    assert torch.equal(x, part(0, 1000) + part(1, 1000) + 2 * number), (turn, number)
 
         on_ranks(body, own=own)
 

@@ -89,9 +89,9 @@ def input_in_parts(size: int) -> Cut:
     return lambda given: [given[0], *parts("input", given[1], given[0], size)]
 
 
-def input_alone(given: Sequence[Tensor]) -> Sequence[Tensor]:
+def input_alone(given: Sequence[Tensor]) -> list[Tensor]:
     """Of an output and an input: the input."""
-    return given[1:]
+    return [given[1]]
 
 
 def both_in_pieces(output_sizes: Sequence[int], input_sizes: Sequence[int], size: int) -> Cut:

@@ -2,15 +2,17 @@
 
 A blocking collective is queued on the current stream, as if the rank did it itself. An async one is queued on a stream
 of its own, behind what the current one has queued by then: what the rank queues next runs beside it, and ``wait`` puts
-them in order again.
+them in order again. So does a barrier, for those whose Work was dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
+
+from dtorch_core.joint import Ticket
 
 HIGH = -1
 """Its kernels' blocks go first as the GPU gets room: a large kernel beside them would let them wait for its end."""
@@ -36,6 +38,28 @@ class Aside:
 
         stream.wait_stream(torch.cuda.current_stream(device))
         return stream
+
+
+class Behind(Ticket):
+    """A ticket whose wait orders the stream after earlier calls, too: who has come to this one came to those before."""
+
+    def __init__(self, ticket: Ticket, earlier: Sequence[Ticket]) -> None:
+        self._ticket, self._earlier = ticket, earlier
+
+    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
+        self._ticket.wait(timeout, stream)
+        for ticket in self._earlier:
+            with suppress(Exception):  # which its own Work raises
+                ticket.wait(0, stream)
+
+    def notes(self) -> Sequence[str]:
+        return self._ticket.notes()
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._ticket.add_done_callback(callback)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -25,6 +26,9 @@ from dtorch_core.joint import Offer, Ticket
 from dtorch_samedevice_group.aside import Aside
 from dtorch_samedevice_group.blocks import Task
 from dtorch_samedevice_group.collectives import Collective, nothing
+
+MOST = 1000
+"""Calls on streams aside that a barrier still orders."""
 
 
 class Engine:
@@ -41,6 +45,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._second = _Second()
         self._aside = Aside() if aside else None
+        self._begun: deque[Ticket] = deque(maxlen=MOST)
 
     def post(
         self, note: str, tensors: Sequence[Tensor], work: Collective, stream: torch.cuda.Stream | None = None
@@ -54,7 +59,17 @@ class Engine:
         if self._aside is None or not tensors or not tensors[0].is_cuda:
             return self.post(note, tensors, work)
 
-        return self.post(note, tensors, work, self._aside.here(tensors[0].get_device()))
+        stream = self._aside.here(tensors[0].get_device())
+        ticket = self.post(note, tensors, work, stream)
+        if stream is not None:
+            self._begun.append(ticket)
+
+        return ticket
+
+    def begun(self) -> Sequence[Ticket]:
+        """What was put on streams aside since this was last asked."""
+        begun, self._begun = self._begun, deque(maxlen=MOST)
+        return begun
 
     def post_note(self, same: str, call: str, text: str) -> tuple[Ticket, AbstractContextManager[None]]:
         """Give every rank this rank's text, which may differ.

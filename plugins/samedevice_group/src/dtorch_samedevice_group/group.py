@@ -144,7 +144,7 @@ def _with_earlier(
     @functools.wraps(call)
     def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> Waited:
         work = call(self, *args, **named)
-        work.include_earlier()
+        work.include_earlier(self._engine.begun())
         return work
 
     return method

@@ -18,7 +18,7 @@ from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket
 from dtorch_core.mail import Receipt
 from dtorch_samedevice_group.arguments import plain
-from dtorch_samedevice_group.aside import on
+from dtorch_samedevice_group.aside import Behind, on
 
 _init = dist._Work.__init__
 
@@ -48,8 +48,11 @@ class Waited(dist._Work):
         self._end(seconds_of(timeout, self._timeout))
         return True
 
-    def include_earlier(self) -> None:
-        """It is over no sooner than what this rank has begun before. Called by whoever has posted it, at once."""
+    def include_earlier(self, aside: Sequence[Ticket]) -> None:
+        """It is over no sooner than what this rank has begun before. Called by whoever has posted it, at once.
+
+        :param aside: of that, what is on streams aside.
+        """
         raise NotImplementedError
 
     def synchronize(self) -> None:
@@ -171,8 +174,9 @@ class GroupWork(Waited):
 
         return True
 
-    def include_earlier(self) -> None:
-        self._ticket = self._ticket.with_earlier()
+    def include_earlier(self, aside: Sequence[Ticket]) -> None:
+        ticket = self._ticket.with_earlier()
+        self._ticket = Behind(ticket, aside) if aside else ticket
 
     def is_completed(self) -> bool:
         return self._ticket.done()
