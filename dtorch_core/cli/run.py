@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.machinery import PathFinder
 from typing import TextIO
 
 from dtorch_core._text import did_you_mean
@@ -52,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Run it. The status is the script's: 0, that of the rank that failed first, or 128 and a signal that ended it."""
-    if not options.module and not os.path.isfile(options.script):
+    if options.module:
+        _check_module(options.script)
+    elif not os.path.isfile(options.script):
         raise argparse.ArgumentTypeError(f"there is no file {options.script!r}")
 
     import torch
@@ -80,6 +84,17 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             return _status(error, heard)
 
     return 0
+
+
+def _check_module(name: str) -> None:
+    """Its package is there. Whether the rest is, the ranks see: to look for it is to import the package."""
+    package = name.partition(".")[0]
+    here = os.getcwd()  # where python -m looks first
+    if not package or not (importlib.util.find_spec(package) or PathFinder.find_spec(package, [here])):
+        raise argparse.ArgumentTypeError(
+            f"there is no module {package!r}, neither installed nor in {here}: -m takes a name as in python -m, and a "
+            f"file is given without it"
+        )
 
 
 def _backend(name: str) -> str:
