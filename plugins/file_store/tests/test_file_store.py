@@ -7,10 +7,13 @@ import os
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from dtorch_core import (
     StoreTimeoutError,
     UnsupportedTensorError,
 )
+from dtorch_core._text import root_cause
 from dtorch_core.testing import TensorStoreTests, run_ranks
 
 LIMIT = 20.0
@@ -674,3 +678,26 @@ class TestLink:
             link.close()
 
         assert took < 0.5
+
+
+class TestMeeting:
+    """What a node tells the others is the first cause of its error: that has to be the death which it has seen."""
+
+    @pytest.fixture
+    def meeting(self, tmp_path):
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait(20)
+        meeting = opening._Meeting.__new__(opening._Meeting)
+        member = SimpleNamespace(rank=1, pid=ended.pid)
+        meeting._homes, meeting._pids, meeting._hello = [0, 1], [os.getpid(), ended.pid], b""
+        meeting._deadline = time.monotonic() + LIMIT
+        meeting._directory = SimpleNamespace(socket_path=lambda node: str(tmp_path / f"{node}"))
+        meeting._ctx = SimpleNamespace(label="open_store('m')", topology=[None, member], failure=lambda seconds: None)
+        return meeting
+
+    @pytest.mark.parametrize("step", [lambda meeting: meeting._pidfd(1), lambda meeting: meeting._connect(1, b"word")])
+    def test_a_process_that_has_ended(self, meeting, step):
+        with pytest.raises(PeerLostError, match=r"rank 1 \(pid \d+\) ended while it was opened") as raised:
+            step(meeting)
+
+        assert root_cause(raised.value) is raised.value

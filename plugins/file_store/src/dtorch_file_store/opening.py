@@ -211,8 +211,8 @@ class _Meeting:
         """A descriptor that tells the end of a node's process, if the kernel gives one."""
         try:
             return {os.pidfd_open(self._pid_of(node)): node}
-        except ProcessLookupError as error:
-            raise self._lost(node) from error
+        except ProcessLookupError:
+            raise self._lost(node) from None  # see _said()
         except OSError:
             return {}
 
@@ -237,7 +237,7 @@ class _Meeting:
         if self._directory is None:
             raise DtorchError(f"{self._ctx.label}: this process has no folder for the session")
 
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        line, why = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), None
         try:
             line.settimeout(self._left())
             line.connect(self._directory.socket_path(node))
@@ -245,14 +245,17 @@ class _Meeting:
             line.sendall(word)
         except OSError as error:
             line.close()
-            self._check_alive(node)
-            failure = self._ctx.failure(TELLING) if word == self._hello else None
-            raise failure or PeerLostError(
-                f"{self._ctx.label}: {self._ranks_at(node)} (pid {self._pid_of(node)}) can't be reached: {error}"
-            ) from error
+            why = str(error)  # raised below: see _said()
         except BaseException:
             line.close()
             raise
+
+        if why is not None:
+            self._check_alive(node)
+            failure = self._ctx.failure(TELLING) if word == self._hello else None
+            raise failure or PeerLostError(
+                f"{self._ctx.label}: {self._ranks_at(node)} (pid {self._pid_of(node)}) can't be reached: {why}"
+            )
 
         return Link(line, node)
 
