@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 from dtorch_nccl_group import hooks, torch_nccl
 
 from dtorch_core import Member, Topology, explain
@@ -89,13 +90,20 @@ class TestFacts:
 
 
 class TestSettings:
-    def test_only_what_the_user_has_not_set_is_added_and_only_for_the_moment(self, monkeypatch):
+    def test_only_what_the_user_has_not_set_is_added_while_something_is_there(self, monkeypatch):
         monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", "1")
         monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
         monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
         before = dict(os.environ)
-        with torch_nccl._settings():
-            assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
-            assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+        groups = [torch_nccl._settings.made(lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1)) for _ in range(2)]
+        during = dict(os.environ)
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in during
+        assert during["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+        groups.pop()
+        assert dict(os.environ) == during, "other threads may read it"
+        with pytest.raises(ZeroDivisionError):
+            torch_nccl._settings.made(lambda: 1 // 0)
 
+        assert dict(os.environ) == during
+        groups.pop()
         assert dict(os.environ) == before

@@ -1,12 +1,20 @@
 """Which communicators may be made and taken down at once."""
 
+import importlib.util
 import threading
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from dtorch_nccl_group import traffic
 from dtorch_nccl_group.traffic import Traffic
 
-from dtorch_core.testing import Background, asleep
+from dtorch_core.testing import Background, asleep, run_ranks
+
+_spec = importlib.util.spec_from_file_location("nccl_ranks", Path(__file__).with_name("nccl_ranks.py"))
+nccl_ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(nccl_ranks)
 
 LIMIT = 20.0
 
@@ -56,3 +64,93 @@ def test_it_does_not_wait_for_ever(monkeypatch):
 
     with here.ending(), here.making():
         pass
+
+
+class Handle:
+    """A group, as one rank has it."""
+
+
+class TestLeaving:
+    def test_the_last_group_takes_all_down_at_once(self):
+        here, ended = Traffic(), []
+        handles, there = [Handle() for _ in range(4)], threading.Barrier(4, timeout=LIMIT)
+        for handle in handles:
+            here.opened(handle)
+
+        for number, handle in enumerate(handles):
+            assert ended == []
+            here.left(handle, lambda number=number: (there.wait(), ended.append(number)))
+
+        assert sorted(ended) == [0, 1, 2, 3]
+
+    def test_one_that_is_down_already_is_no_reason_to_wait(self):
+        here, ended = Traffic(), []
+        first, second = Handle(), Handle()
+        here.opened(first)
+        here.opened(second)
+        here.left(first, lambda: ended.append("first"))
+        assert ended == []
+        here.left(second)
+        assert ended == ["first"]
+        here.left(second)
+        assert ended == ["first"]
+
+    def test_a_rank_by_itself_waits_for_none(self):
+        here, ended = Traffic(), []
+        here.left(Handle(), lambda: ended.append("alone"))
+        assert ended == ["alone"]
+
+    def test_a_forgotten_handle_holds_up_nobody(self):
+        here, ended = Traffic(), []
+        handle = Handle()
+        here.opened(handle)
+        here.opened(forgotten := Handle())
+        del forgotten
+        here.left(handle, lambda: ended.append("end"))
+        assert ended == ["end"]
+
+    def test_an_end_that_fails_keeps_the_others_from_nothing(self):
+        here, ended = Traffic(), []
+        handles = [Handle(), Handle()]
+        for handle in handles:
+            here.opened(handle)
+
+        def fail():
+            raise RuntimeError("on purpose")
+
+        here.left(handles[0], fail)
+        here.left(handles[1], lambda: ended.append("end"))
+        assert ended == ["end"]
+
+
+def test_groups_of_thread_ranks_keep_their_communicators_until_the_last_is_closed(monkeypatch):
+    """One rank closes a group while the other is at a call of another one, and closes it later."""
+    ended, left = [], threading.Barrier(2, timeout=LIMIT)
+
+    class Counted(dist.ProcessGroupGloo):
+        def shutdown(self):
+            ended.append(self)
+            super().shutdown()
+
+    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, timeout, name: Counted(store, rank, size))
+
+    def rank(ctx):
+        with ctx.open_group("kept", backend="gloo", timeout=LIMIT) as kept:
+            with ctx.open_group("closed", backend="gloo", timeout=LIMIT) as closed:
+                assert closed.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
+                if ctx.rank == 1:
+                    left.wait()
+                    assert kept.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
+
+            if ctx.rank == 0:
+                left.wait()
+                assert kept.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
+
+            kept.barrier()
+            assert ended == []
+            kept.barrier()
+
+    with nccl_ranks.over_gloo():
+        run_ranks(rank, 2, 2 * LIMIT)
+
+    assert len(ended) == 4

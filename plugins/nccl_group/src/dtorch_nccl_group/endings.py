@@ -76,6 +76,9 @@ class Endings(ABC):
         self._aborted = False
         self._ending: threading.Thread | None = None
         self._settled: dict[int, threading.Event] = {rank: threading.Event() for rank in range(ctx.world_size)}
+        if len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1:
+            traffic.HERE.opened(self)
+
         self._letters = Letters(stores[1], self._on_letter, self._on_end) if stores is not None else None
         if self._letters is not None:
             self._letters.open()
@@ -104,10 +107,8 @@ class Endings(ABC):
 
         graceful, self._ended = self._over is None, True
         self._end(lambda call: AbortedError(f"{self._label(call)}: it is closed; open it anew"), abort=False)
-        # Where everything is over, here and where it is read from, an abort loses nothing. NCCL's orderly end waits for
-        # all ranks of this host, and is for those who may have called what was not seen.
-        if graceful and (self._serves_torch or not self.talks or not self._queued):
-            self._in_a_thread(partial(_shut_down, self._backend))
+        if graceful:
+            self._end_backend()
         else:
             self._abort_backend()
 
@@ -163,6 +164,19 @@ class Endings(ABC):
         if abort and not self._ended:
             self._abort_backend()
 
+    def _end_backend(self) -> None:
+        """Everything is over, here and where it is read from."""
+        with self._lock:
+            backend = None if self._aborted else self._backend
+            self._aborted = True
+
+        if backend is not None:
+            # An abort loses nothing then. NCCL's orderly end waits for all ranks of this host, and is for those who may
+            # have called what was not seen.
+            orderly = self._serves_torch or not self.talks or not self._queued
+            end = backend.shutdown if orderly else backend.abort
+            self._in_a_thread(partial(traffic.HERE.left, self, end))
+
     def _abort_backend(self) -> None:
         """End the kernels. In a thread of its own: it can take a while, and who is called back must not wait."""
 
@@ -182,8 +196,11 @@ class Endings(ABC):
             finishing.start()
             finishing.join(SETTLING)
 
-        with traffic.HERE.ending():
-            backend.abort()
+        try:
+            with traffic.HERE.ending():
+                backend.abort()
+        finally:
+            traffic.HERE.left(self)
 
     def _in_a_thread(self, end: Callable[[], None]) -> None:
         name = f"{self._ctx.name} ends NCCL"
@@ -269,11 +286,6 @@ class Endings(ABC):
 
     def _label(self, call: str) -> str:
         return f"group {self._ctx.name!r}, rank {self._ctx.rank}, {call}"
-
-
-def _shut_down(backend: Any) -> None:  # noqa: ANN401
-    with traffic.HERE.ending():
-        backend.shutdown()
 
 
 def _quietly(call: Callable[[], None]) -> None:

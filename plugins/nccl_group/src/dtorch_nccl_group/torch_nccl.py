@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dtorch_nccl_group.environment import Environment
+
 DEVICE_TYPE = "cuda"
 KIND = dist.ProcessGroup.BackendType.NCCL
 QUEUED = True
 """A call returns when its kernel is queued, and is not over then."""
 
-_SETTINGS = {
-    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "2",  # clean up, and do not end the process
-    ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # nor because the watchdog is slow
-    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "0",  # nor after writing a dump
-    ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",  # and end the kernel at once, not four times so much later
-}
+_settings = Environment(
+    {
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "2",  # clean up, and do not end the process
+        ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # nor because the watchdog is slow
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "0",  # nor after writing a dump
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",  # and end the kernel at once, not four times so much later
+    }
+)
 """What torch reads from the environment when a group is made, where the user has not set it."""
-
-_environment = threading.Lock()
 
 
 def version() -> str:
@@ -43,8 +41,7 @@ def backend(store: dist.Store, rank: int, world_size: int, timeout: float, name:
     options._timeout = timedelta(seconds=timeout)
     options.global_ranks_in_group = list(range(world_size))
     options.group_name = name  # type: ignore[assignment]  # a str under another name
-    with _settings():
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    return _settings.made(lambda: dist.ProcessGroupNCCL(store, rank, world_size, options))
 
 
 def connect(made: Any, device: torch.device, timeout: float) -> None:  # noqa: ANN401
@@ -66,16 +63,3 @@ def limit(made: Any, timeout: float) -> None:  # noqa: ANN401
 def finish(device: torch.device) -> None:
     """Wait on the host until all that is queued on the device is over."""
     torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _settings() -> Iterator[None]:
-    # The environment belongs to the whole process: one thread at a time, and not longer than it takes.
-    with _environment:
-        added = [names[0] for names in _SETTINGS if not any(name in os.environ for name in names)]
-        os.environ.update({names[0]: value for names, value in _SETTINGS.items() if names[0] in added})
-        try:
-            yield
-        finally:
-            for name in added:
-                os.environ.pop(name, None)

@@ -1,17 +1,26 @@
-"""Communicators of one process are not made while others of it are taken down.
+"""When the communicators of one process are made, and when they are taken down, where ranks are threads of it.
 
-NCCL says that both may go on at once. Where ranks are threads, each closing one group while it opens the next, the
-process has crashed inside NCCL all the same (torch 2.11, NCCL 2.28).
+To take one down gives memory back, and CUDA waits for the kernels of a GPU, and of its peers, until it does that. Among
+them may be a kernel of another communicator that waits for the very rank which closes its group: for ever. So as long
+as ranks of this process have groups together, those that are closed are kept, and the last one takes all down.
+
+Nor are some made while others are taken down. NCCL says that both may go on at once; the process has crashed inside
+NCCL all the same (torch 2.11, NCCL 2.28).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 PATIENCE = 2.0
 """Seconds that one kind waits for the other: a communicator whose ranks never all come is being made for long."""
+
+
+End = Callable[[], None]
+"""Takes a communicator down."""
 
 
 class Traffic:
@@ -20,6 +29,40 @@ class Traffic:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._inside = {"making": 0, "ending": 0}
+        self._open: weakref.WeakSet[object] = weakref.WeakSet()
+        self._closed: list[End] = []
+
+    def opened(self, handle: object) -> None:
+        """A rank has a group with another rank of this process, until it has left it or forgotten the handle."""
+        with self._condition:
+            self._open.add(handle)
+
+    def left(self, handle: object, end: End | None = None) -> None:
+        """A rank has left a group. The communicator goes now, if no such group is open here; else with the last one.
+
+        :param end: None if it is down already.
+        """
+        with self._condition:
+            self._open.discard(handle)
+            if end is not None:
+                self._closed.append(end)
+
+            if self._open:
+                return
+
+            ends, self._closed = self._closed, []
+
+        # All at once: NCCL's orderly end waits for all ranks of a process.
+        threads = [threading.Thread(target=self._end, args=(end,), name="ends NCCL", daemon=True) for end in ends]
+        for thread in threads:
+            thread.start()
+
+        for thread in threads:
+            thread.join()
+
+    def _end(self, end: End) -> None:
+        with suppress(RuntimeError), self.ending():  # what fails here has failed already
+            end()
 
     @contextmanager
     def making(self) -> Iterator[None]:
