@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from dtorch_core import _scope
+from dtorch_core import _rank_libraries, _scope
 from dtorch_core._rank_properties import unlocked
 from dtorch_core._rank_threads import inherited
 from dtorch_core._scope import Scope
@@ -114,6 +114,8 @@ def held() -> Iterator[None]:
 def entered(scope: Scope) -> Iterator[None]:
     """This thread, and those it starts, have a world of the rank's own, with no group in it at first."""
     with held():
+        _rank_libraries.divide()
+        _rank_libraries.enter(scope)
         world = scope.own[_KEY] = _world_class()(scope.rank)
         try:
             with torch.autograd.set_multithreading_enabled(False):
