@@ -1,7 +1,9 @@
 """Which communicators may be made and taken down at once."""
 
+import gc
 import importlib.util
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from dtorch_nccl_group import traffic
 from dtorch_nccl_group.traffic import Traffic
 
+from dtorch_core import open_group
 from dtorch_core.testing import Background, asleep, run_ranks
 
 _spec = importlib.util.spec_from_file_location("nccl_ranks", Path(__file__).with_name("nccl_ranks.py"))
@@ -66,60 +69,56 @@ def test_it_does_not_wait_for_ever(monkeypatch):
         pass
 
 
-class Handle:
-    """A group, as one rank has it."""
+class Group:
+    """As one rank has it."""
+
+    def __init__(self, here):
+        self.handle = object()
+        here.opened(self.handle, self)
 
 
 class TestLeaving:
     def test_the_last_group_takes_all_down_at_once(self):
         here, ended = Traffic(), []
-        handles, there = [Handle() for _ in range(4)], threading.Barrier(4, timeout=LIMIT)
-        for handle in handles:
-            here.opened(handle)
-
-        for number, handle in enumerate(handles):
+        groups, there = [Group(here) for _ in range(4)], threading.Barrier(4, timeout=LIMIT)
+        for number, group in enumerate(groups):
             assert ended == []
-            here.left(handle, lambda number=number: (there.wait(), ended.append(number)))
+            here.left(group.handle, lambda number=number: (there.wait(), ended.append(number)))
 
         assert sorted(ended) == [0, 1, 2, 3]
 
     def test_one_that_is_down_already_is_no_reason_to_wait(self):
         here, ended = Traffic(), []
-        first, second = Handle(), Handle()
-        here.opened(first)
-        here.opened(second)
-        here.left(first, lambda: ended.append("first"))
+        first, second = Group(here), Group(here)
+        here.left(first.handle, lambda: ended.append("first"))
         assert ended == []
-        here.left(second)
+        here.left(second.handle)
         assert ended == ["first"]
-        here.left(second)
+        here.left(second.handle)
         assert ended == ["first"]
 
     def test_a_rank_by_itself_waits_for_none(self):
         here, ended = Traffic(), []
-        here.left(Handle(), lambda: ended.append("alone"))
+        here.left(object(), lambda: ended.append("alone"))
         assert ended == ["alone"]
 
-    def test_a_forgotten_handle_holds_up_nobody(self):
-        here, ended = Traffic(), []
-        handle = Handle()
-        here.opened(handle)
-        here.opened(forgotten := Handle())
+    def test_a_forgotten_group_holds_up_nobody(self):
+        here, ended = Traffic(), threading.Event()
+        group, forgotten = Group(here), Group(here)
+        here.left(group.handle, ended.set)
+        assert not ended.is_set()
         del forgotten
-        here.left(handle, lambda: ended.append("end"))
-        assert ended == ["end"]
+        assert ended.wait(LIMIT)
 
     def test_an_end_that_fails_keeps_the_others_from_nothing(self):
         here, ended = Traffic(), []
-        handles = [Handle(), Handle()]
-        for handle in handles:
-            here.opened(handle)
+        groups = [Group(here) for _ in range(2)]
 
         def fail():
             raise RuntimeError("on purpose")
 
-        here.left(handles[0], fail)
-        here.left(handles[1], lambda: ended.append("end"))
+        here.left(groups[0].handle, fail)
+        here.left(groups[1].handle, lambda: ended.append("end"))
         assert ended == ["end"]
 
 
@@ -154,3 +153,29 @@ def test_groups_of_thread_ranks_keep_their_communicators_until_the_last_is_close
         run_ranks(rank, 2, 2 * LIMIT)
 
     assert len(ended) == 4
+
+
+def test_a_group_that_a_rank_forgets_keeps_no_communicator(monkeypatch):
+    """Of ranks that were started by hand: nobody closes it for them."""
+    ended = threading.Event()
+
+    class Counted(dist.ProcessGroupGloo):
+        def shutdown(self):
+            super().shutdown()
+            ended.set()
+
+    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, timeout, name: Counted(store, rank, size))
+
+    def rank(number):
+        group = open_group("forgotten", rank=number, world_size=2, backend="gloo", timeout=LIMIT)
+        group.barrier()
+        if number == 0:
+            group.close()
+
+    with nccl_ranks.over_gloo():
+        ranks = [Background(partial(rank, number)) for number in range(2)]
+        for one in ranks:
+            one.result(LIMIT)
+
+        gc.collect()
+        assert ended.wait(LIMIT)

@@ -46,6 +46,7 @@ class NcclCompanion(Endings):
         self,
         ctx: BackendContext,
         stores: tuple[TensorStore, TensorStore] | None,
+        group: dist.ProcessGroup,
         backend: Any,  # noqa: ANN401
         order: LaunchOrder,
         *,
@@ -62,7 +63,7 @@ class NcclCompanion(Endings):
         self._splits = itertools.count()
         self._exchanges = itertools.count(1)
         self._own_store: TensorStore | None = None
-        super().__init__(ctx, stores, backend, finish)
+        super().__init__(ctx, stores, group, backend, finish)
 
     # Calls
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dtorch_core import (
     AbortedError,
@@ -39,12 +40,14 @@ class Endings(ABC):
         self,
         ctx: BackendContext,
         stores: tuple[TensorStore, TensorStore] | None,
+        group: dist.ProcessGroup,
         backend: Any,  # noqa: ANN401
         finish: Callable[[], None] | None,
     ) -> None:
         """
         :param stores: over the same ranks: for texts and messages, and for letters; nothing is said over the first one
             any more when a rank has given up.
+        :param group: beside which this stands. It is not kept.
         :param backend: torch's ProcessGroupNCCL, to be ended.
         :param finish: waits until all that was queued is over; None: a call is over when it was waited for.
         """
@@ -77,7 +80,7 @@ class Endings(ABC):
         self._ending: threading.Thread | None = None
         self._settled: dict[int, threading.Event] = {rank: threading.Event() for rank in range(ctx.world_size)}
         if len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1:
-            traffic.HERE.opened(self)
+            traffic.HERE.opened(self, group)
 
         self._letters = Letters(stores[1], self._on_letter, self._on_end) if stores is not None else None
         if self._letters is not None:

@@ -14,6 +14,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+
+from dtorch_core._goodbyes import say_elsewhere
 
 PATIENCE = 2.0
 """Seconds that one kind waits for the other: a communicator whose ranks never all come is being made for long."""
@@ -29,13 +32,18 @@ class Traffic:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._inside = {"making": 0, "ending": 0}
-        self._open: weakref.WeakSet[object] = weakref.WeakSet()
+        self._open: dict[object, weakref.finalize[..., object]] = {}
         self._closed: list[End] = []
 
-    def opened(self, handle: object) -> None:
-        """A rank has a group with another rank of this process, until it has left it or forgotten the handle."""
+    def opened(self, handle: object, group: object) -> None:
+        """A rank has a group with another rank of this process, until it has left it or forgotten ``group``.
+
+        :param handle: stands for it; may be kept by what still listens to the other ranks.
+        """
+        forgotten = weakref.finalize(group, say_elsewhere, partial(self.left, handle), "ends NCCL")
+        forgotten.atexit = False
         with self._condition:
-            self._open.add(handle)
+            self._open[handle] = forgotten
 
     def left(self, handle: object, end: End | None = None) -> None:
         """A rank has left a group. The communicator goes now, if no such group is open here; else with the last one.
@@ -43,7 +51,10 @@ class Traffic:
         :param end: None if it is down already.
         """
         with self._condition:
-            self._open.discard(handle)
+            forgotten = self._open.pop(handle, None)
+            if forgotten is not None:
+                forgotten.detach()
+
             if end is not None:
                 self._closed.append(end)
 
