@@ -823,6 +823,25 @@ class TestTensors:
         with torch.autograd.set_multithreading_enabled(False):
             on_ranks(body)
 
+    @pytest.mark.parametrize("viewed", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+    def test_view_of_what_was_computed_since(self, viewed):
+        """Autograd refuses to say of what such a view is computed: on one rank alone, the others must not wait."""
+
+        def body(pg, group):
+            x = part(pg.rank(), 4)
+            with viewed():
+                view, _ = x.split(2)
+
+            if pg.rank() == 0:
+                x *= torch.ones(4, requires_grad=True)
+
+            pg.allreduce([view]).wait()
+            assert torch.equal(x[:2], part(0, 4)[:2] + part(1, 4)[:2])
+            pg.send([torch.zeros(2)], 1 - pg.rank(), 0)
+            assert pg.recv([view], 1 - pg.rank(), 0).wait() and torch.equal(x[:2], torch.zeros(2))
+
+        on_ranks(body)
+
     def test_received_tensor_of_a_sender_in_inference_mode(self):
         def body(pg, group):
             if pg.rank() == 0:

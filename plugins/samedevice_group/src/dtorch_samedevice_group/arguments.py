@@ -124,7 +124,12 @@ def plain(tensor: Tensor) -> Tensor:
     Of what an operator has computed, autograd does not hear that it is written, as with c10d's other backends: programs
     reduce in place what is saved for the backward pass. A leaf counts as changed, as after a step of an optimizer.
     """
-    return tensor.data if tensor.grad_fn is not None else tensor.detach()
+    try:
+        computed = tensor.grad_fn is not None
+    except RuntimeError:  # a view made under no_grad, say, of what was computed since: autograd says no more of it
+        computed = True
+
+    return tensor.data if computed else tensor.detach()
 
 
 def one_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
