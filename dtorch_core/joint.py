@@ -13,12 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtorch_core import errors, streams
+from dtorch_core._futures import settle_after
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.errors import AbortedError, DtorchError, PeerLostError, StoreTimeoutError
 
@@ -98,7 +100,8 @@ class FourSteps:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pending: set[Future[Done]] = set()
+        self._pending: dict[Future[Done], None] = {}
+        """In the order in which they were posted."""
         self._retired: str | None = None
 
     def post(
@@ -125,7 +128,8 @@ class FourSteps:
         heard = [offer]
         future: Future[Done] = Future()
         with self._lock:
-            self._pending.add(future)
+            earlier = list(self._pending)
+            self._pending[future] = None
 
         def run() -> None:
             try:
@@ -139,7 +143,7 @@ class FourSteps:
                 self._settle(future, error)
 
         threading.Thread(target=run, name=f"{store.name} rank {store.rank} {key}", daemon=True).start()
-        return _ThreadTicket(self, store, key, heard, future)
+        return _ThreadTicket(self, store, key, heard, future, earlier)
 
     def retire(self, store: TensorStore, reason: str) -> None:
         """This rank gave up: it posts nothing any more, and rank 0 finishes nothing."""
@@ -158,7 +162,7 @@ class FourSteps:
             if future not in self._pending:
                 return
 
-            self._pending.remove(future)
+            del self._pending[future]
 
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
@@ -246,12 +250,24 @@ class Done(NamedTuple):
     notes: Sequence[str]
     event: torch.cuda.Event | None
 
+    def order(self, stream: torch.cuda.Stream | None) -> None:
+        """Put the stream behind it; the current one where it is None."""
+        if self.event is not None:
+            (stream if stream is not None else torch.cuda.current_stream(self.event.device)).wait_event(self.event)
+
 
 class _ThreadTicket(Ticket):
     def __init__(
-        self, steps: FourSteps, store: TensorStore, key: str, heard: Sequence[Offer], future: Future[Done]
+        self,
+        steps: FourSteps,
+        store: TensorStore,
+        key: str,
+        heard: Sequence[Offer],
+        future: Future[Done],
+        earlier: Sequence[Future[Done]],
     ) -> None:
         self._steps, self._store, self._key, self._heard, self._future = steps, store, key, heard, future
+        self._earlier = earlier
 
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
         try:
@@ -265,9 +281,7 @@ class _ThreadTicket(Ticket):
         if error is not None:
             raise copy_of(error)
 
-        event = self._future.result().event
-        if event is not None:
-            (stream if stream is not None else torch.cuda.current_stream(event.device)).wait_event(event)
+        self._future.result().order(stream)
 
     def notes(self) -> Sequence[str]:
         return self._future.result(timeout=0).notes
@@ -277,6 +291,13 @@ class _ThreadTicket(Ticket):
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._future.add_done_callback(lambda _: callback())
+
+    def failed(self) -> bool:
+        """It ended badly; of one that is done."""
+        return self._future.exception() is not None
+
+    def with_earlier(self) -> Ticket:
+        return _WithEarlier(self, self._earlier) if self._earlier else self
 
     def _outcome(self, timeout: float) -> BaseException | None:
         try:
@@ -296,6 +317,28 @@ class _ThreadTicket(Ticket):
         # Rank 0 listens to one after the other.
         first, *later = others[len(self._heard) - 1 :] or others
         return f"rank {first} had not come" + (f" ({rank_list(later)} not heard yet)" if later else "")
+
+
+class _WithEarlier(Ticket):
+    """A ticket, and what its rank began before. All ranks have come to that, too, and its threads end it."""
+
+    def __init__(self, ticket: _ThreadTicket, earlier: Sequence[Future[Done]]) -> None:
+        self._ticket, self._earlier = ticket, earlier
+
+    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
+        self._ticket.wait(timeout, stream)
+        for future in self._earlier:
+            if future.exception() is None:
+                future.result().order(stream)
+
+    def notes(self) -> Sequence[str]:
+        return self._ticket.notes()
+
+    def done(self) -> bool:
+        return self._ticket.done() and (self._ticket.failed() or all(future.done() for future in self._earlier))
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        settle_after(partial(self.wait, threading.TIMEOUT_MAX), lambda _, error: callback(), "a callback's wait")
 
 
 def _worked(work: Work, offers: Sequence[Offer], stream: torch.cuda.Stream | None) -> Exception | None:

@@ -125,6 +125,48 @@ class TestJointWork:
 
         on_ranks(body, world_size)
 
+    def test_ticket_with_earlier_ends_after_what_was_begun_before(self):
+        release = threading.Event()
+
+        def held(offers):
+            assert release.wait(LIMIT)
+            return add_up(offers)
+
+        def body(store):
+            mine, told = torch.ones(2), threading.Event()
+            store.post("held", "", (mine,), held)
+            later = store.post("later", "", (), lambda offers: [])
+            behind = later.with_earlier()
+            later.wait(LIMIT)
+            behind.add_done_callback(told.set)
+            assert later.done() and not behind.done() and not told.is_set()
+            store.barrier(timeout=LIMIT)
+            release.set()
+            behind.wait(LIMIT)
+            assert behind.done() and mine.tolist() == [3.0, 3.0]
+            assert told.wait(LIMIT)
+            assert later.with_earlier().done()
+
+        on_ranks(body, 3)
+
+    def test_failed_ticket_is_done_whatever_was_begun_before(self):
+        release = threading.Event()
+
+        def fails(offers):
+            raise CollectiveMismatchError("no two are alike")
+
+        def body(store):
+            store.post("held", "", (), lambda offers: [] if release.wait(LIMIT) else [])
+            behind = store.post("fails", "", (), fails).with_earlier()
+            with pytest.raises(CollectiveMismatchError, match="alike"):
+                behind.wait(LIMIT)
+
+            assert behind.done()
+            store.barrier(timeout=LIMIT)
+            release.set()
+
+        on_ranks(body, 2)
+
     def test_posts_do_not_wait_for_each_other(self):
         """Ranks may post in any order, and wait in any other."""
 
