@@ -18,8 +18,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dtorch_file_store import opening, segments
+from dtorch_file_store.calls import Call
 from dtorch_file_store.directory import VARIABLE
 from dtorch_file_store.link import Link
+from dtorch_file_store.tickets import FileTicket
 from dtorch_file_store.wire import frame
 
 from dtorch_core import (
@@ -701,3 +703,18 @@ class TestMeeting:
             step(meeting)
 
         assert root_cause(raised.value) is raised.value
+
+
+class TestTicketWithEarlier:
+    """A barrier's."""
+
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_one_that_failed_is_done_while_earlier_ones_go_on(self, fails):
+        earlier, call = Call("earlier", 1), Call("barrier", 1)
+        earlier.offers, earlier.came, call.finished = [object()], 1, True
+        call.error = PeerLostError("rank 1 was lost") if fails else None
+        joint = SimpleNamespace(unfinished=lambda rank: [earlier], done=lambda call, rank: call.finished)
+        ticket = FileTicket(joint, call, 0, -1).with_earlier()
+        assert ticket.done() == fails
+        earlier.finished = True
+        assert ticket.done()

@@ -52,6 +52,10 @@ class FileTicket(Ticket):
     def done(self) -> bool:
         return self._joint.done(self._call, self._rank)
 
+    def failed(self) -> bool:
+        """It ended badly, or never will end; of one that is done."""
+        return not self._call.finished or self._call.error is not None
+
     def written(self) -> list[int]:
         """Which of this rank's CPU tensors were written; once the work is done."""
         return [place.number for place in self._call.written if place.rank == self._rank]
@@ -85,8 +89,9 @@ class _WithEarlier(Ticket):
         return self._ticket.notes()
 
     def done(self) -> bool:
-        return self._ticket.done() and all(
-            call.finished or not call.complete or self._joint.done(call, self._rank) for call in self._earlier
+        return self._ticket.done() and (
+            self._ticket.failed()  # as its wait says at once, whatever becomes of the earlier ones
+            or all(call.finished or not call.complete or self._joint.done(call, self._rank) for call in self._earlier)
         )
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
