@@ -69,7 +69,7 @@ class Engine:
     def begun(self) -> Sequence[Ticket]:
         """What was put on streams aside since this was last asked."""
         begun, self._begun = self._begun, deque(maxlen=MOST)
-        return begun
+        return list(begun)  # another thread may be about to append to it
 
     def post_note(self, same: str, call: str, text: str) -> tuple[Ticket, AbstractContextManager[None]]:
         """Give every rank this rank's text, which may differ.
