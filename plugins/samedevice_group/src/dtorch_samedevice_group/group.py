@@ -24,7 +24,7 @@ from dtorch_core import BackendContext, TensorStore, UnsupportedOperationError
 from dtorch_core._extras import Place
 from dtorch_core._selector import spec_of
 from dtorch_core._shapes import describe, describe_all
-from dtorch_core._uncompiled import leave_uncompiled
+from dtorch_core._uncompiled import code_of, leave_uncompiled
 from dtorch_core.checks import check_tensor, check_written
 from dtorch_core.joint import Ticket
 from dtorch_core.reduction import rule
@@ -178,7 +178,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         dist.ProcessGroup.__init__(self, ctx.rank, ctx.world_size)  # type: ignore[call-arg]  # not in torch's stub
         TorchSide.__init__(self, ctx)
         self._store = _writable_store(ctx)
-        leave_uncompiled("dtorch_core", "dtorch_samedevice_group", type(self._store).__module__.partition(".")[0])
+        leave_uncompiled("dtorch_core", "dtorch_samedevice_group", *code_of(type(self._store)))
         self._engine = Engine(self._store, ctx.name, aside=ctx.topology.same_process)
         self._repeats = Repeats()
         self._monitored = itertools.count()
