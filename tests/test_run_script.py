@@ -350,7 +350,7 @@ class TestFailure:
         assert main(["run", "nonesuch.py"]) == 2
         assert "dtorch run: error: there is no file 'nonesuch.py'" in capfd.readouterr().err
 
-    @pytest.mark.parametrize("name", ["nosuch.module", ".relative", ""])
+    @pytest.mark.parametrize("name", ["nosuch.module", ".relative", "", "__main__"])
     def test_a_module_that_is_not_there_is_refused(self, capfd, name):
         assert main(["run", "-m", name]) == 2
         package = name.partition(".")[0]

@@ -90,7 +90,8 @@ def _check_module(name: str) -> None:
     """Its package is there. Whether the rest is, the ranks see: to look for it is to import the package."""
     package = name.partition(".")[0]
     here = os.getcwd()  # where python -m looks first
-    if not package or not (importlib.util.find_spec(package) or PathFinder.find_spec(package, [here])):
+    nameless = package in ("", "__main__")  # the latter is this program
+    if nameless or not (importlib.util.find_spec(package) or PathFinder.find_spec(package, [here])):
         raise argparse.ArgumentTypeError(
             f"there is no module {package!r}, neither installed nor in {here}: -m takes a name as in python -m, and a "
             f"file is given without it"
