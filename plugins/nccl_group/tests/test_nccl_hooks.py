@@ -107,3 +107,10 @@ class TestSettings:
         assert dict(os.environ) == during
         groups.pop()
         assert dict(os.environ) == before
+
+    def test_what_the_user_sets_meanwhile_stays(self, monkeypatch):
+        monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+        group = torch_nccl._settings.made(lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+        monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+        del group
+        assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"

@@ -26,7 +26,7 @@ class Environment:
         self._settings = settings
         self._lock = threading.RLock()  # what was made may be collected in here
         self._objects = 0
-        self._added: list[str] = []
+        self._added: dict[str, str] = {}
 
     def made(self, make: Callable[[], T]) -> T:
         """What ``make()`` returns."""
@@ -44,17 +44,17 @@ class Environment:
         with self._lock:
             self._objects += 1
             if self._objects == 1:
-                added = {
+                self._added = {
                     names[0]: value
                     for names, value in self._settings.items()
                     if not any(name in os.environ for name in names)
                 }
-                os.environ.update(added)
-                self._added = list(added)
+                os.environ.update(self._added)
 
     def _leave(self) -> None:
         with self._lock:
             self._objects -= 1
             if not self._objects:
-                for name in self._added:
-                    os.environ.pop(name, None)
+                for name, value in self._added.items():
+                    if os.environ.get(name) == value:  # else the user has set it since
+                        os.environ.pop(name, None)
