@@ -76,7 +76,6 @@ class Endings(ABC):
         """Closed, and all that was begun is over."""
         self._failure: Exception | None = None
         """What close() raises."""
-        self._aborted = False
         self._ending: threading.Thread | None = None
         self._settled: dict[int, threading.Event] = {rank: threading.Event() for rank in range(ctx.world_size)}
         if len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1:
@@ -169,26 +168,14 @@ class Endings(ABC):
 
     def _end_backend(self) -> None:
         """Everything is over, here and where it is read from."""
-        with self._lock:
-            backend = None if self._aborted else self._backend
-            self._aborted = True
-
-        if backend is not None:
-            # An abort loses nothing then. NCCL's orderly end waits for all ranks of this host, and is for those who may
-            # have called what was not seen.
-            orderly = self._serves_torch or not self.talks or not self._queued
-            end = backend.shutdown if orderly else backend.abort
-            self._in_a_thread(partial(traffic.HERE.left, self, end))
+        # An abort loses nothing then. NCCL's orderly end waits for all ranks of this host, and is for those who may
+        # have called what was not seen.
+        orderly = self._serves_torch or not self.talks or not self._queued
+        self._in_a_thread(lambda backend: traffic.HERE.left(self, backend.shutdown if orderly else backend.abort))
 
     def _abort_backend(self) -> None:
-        """End the kernels. In a thread of its own: it can take a while, and who is called back must not wait."""
-
-        with self._lock:
-            backend = None if self._aborted else self._backend
-            self._aborted = True
-
-        if backend is not None:
-            self._in_a_thread(lambda: self._end_kernels(backend))
+        """End the kernels."""
+        self._in_a_thread(self._end_kernels)
 
     def _end_kernels(self, backend: Any) -> None:  # noqa: ANN401
         finish = self._finish
@@ -205,10 +192,15 @@ class Endings(ABC):
         finally:
             traffic.HERE.left(self)
 
-    def _in_a_thread(self, end: Callable[[], None]) -> None:
+    def _in_a_thread(self, end: Callable[[Any], None]) -> None:
+        """Once, in a thread of its own: it can take a while, and who is called back must not wait. close() does."""
         name = f"{self._ctx.name} ends NCCL"
         with self._lock:
-            self._ending = threading.Thread(target=_quietly, args=(end,), name=name, daemon=True)
+            if self._backend is None or self._ending is not None:
+                return
+
+            ending = partial(end, self._backend)
+            self._ending = threading.Thread(target=_quietly, args=(ending,), name=name, daemon=True)
             self._ending.start()
 
     # What the others say
