@@ -350,11 +350,11 @@ class TestFailure:
         assert main(["run", "nonesuch.py"]) == 2
         assert "dtorch run: error: there is no file 'nonesuch.py'" in capfd.readouterr().err
 
-    @pytest.mark.parametrize("name", ["nosuch.module", ".relative", "", "__main__"])
+    @pytest.mark.parametrize("name", ["nosuch.module", "./script.py", "", "__main__"])
     def test_a_module_that_is_not_there_is_refused(self, capfd, name):
         assert main(["run", "-m", name]) == 2
-        package = name.partition(".")[0]
-        assert f"dtorch run: error: there is no module {package!r}, neither installed nor in" in capfd.readouterr().err
+        shown = name.partition(".")[0] or name
+        assert f"dtorch run: error: there is no module {shown!r}, neither installed nor in" in capfd.readouterr().err
 
     def test_a_backend_that_is_not_there_is_refused(self, capfd):
         assert main(["run", "--nccl-as", "samedevise", __file__]) == 2
