@@ -93,8 +93,8 @@ def _check_module(name: str) -> None:
     nameless = package in ("", "__main__")  # the latter is this program
     if nameless or not (importlib.util.find_spec(package) or PathFinder.find_spec(package, [here])):
         raise argparse.ArgumentTypeError(
-            f"there is no module {package or name!r}, neither installed nor in {here}: -m takes a name as in python -m, "
-            f"and a file is given without it"
+            f"there is no module {package or name!r}, neither installed nor in {here}: -m takes a name as in "
+            f"python -m, and a file is given without it"
         )
 
 
