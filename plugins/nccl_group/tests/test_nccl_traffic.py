@@ -13,6 +13,7 @@ from dtorch_nccl_group import traffic
 from dtorch_nccl_group.traffic import Traffic
 
 from dtorch_core import open_group
+from dtorch_core._extras import companion
 from dtorch_core.testing import Background, asleep, run_ranks
 
 _spec = importlib.util.spec_from_file_location("nccl_ranks", Path(__file__).with_name("nccl_ranks.py"))
@@ -179,3 +180,54 @@ def test_a_group_that_a_rank_forgets_keeps_no_communicator(monkeypatch):
 
         gc.collect()
         assert ended.wait(LIMIT)
+
+
+class Interrupted:
+    """A lock. What happens when it has been given back for the nth time happens before anything else."""
+
+    def __init__(self, lock, number, action):
+        self.lock, self.number, self.action = lock, number, action
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+        self.number -= 1
+        if self.number == 0:
+            self.action()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_close_waits_for_an_abort_that_has_just_begun(monkeypatch, number):
+    """Whenever it comes."""
+    ended, known, done = [], [], threading.Event()
+
+    class Counted(dist.ProcessGroupGloo):
+        def abort(self):
+            super().abort()
+            ended.append(self.rank())
+
+    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, timeout, name: Counted(store, rank, size))
+
+    def rank(ctx):
+        group = ctx.open_group("closed", backend="gloo", timeout=LIMIT)
+        group.barrier()
+        if ctx.rank == 1:
+            assert done.wait(LIMIT)
+            return
+
+        beside = companion(group.process_group)
+
+        def close():
+            group.close()
+            known.append(0 in ended)
+
+        beside._lock = Interrupted(beside._lock, number, close)
+        beside.abort()
+        done.set()
+
+    with nccl_ranks.over_gloo():
+        run_ranks(rank, 2, 2 * LIMIT)
+
+    assert known == [True]
