@@ -4,7 +4,7 @@ import socket
 import threading
 
 import pytest
-from dtorch_file_store.link import Link
+from dtorch_file_store.link import Link, ready
 from dtorch_file_store.watch import Watch
 from dtorch_file_store.wire import Reader, frame
 
@@ -69,3 +69,12 @@ def test_close_waits_no_longer_than_it_is_told(ends):
         link.close(0.0)
 
     assert link.socket.fileno() == -1
+
+
+@pytest.mark.parametrize("seconds", [3e6, 1e10, threading.TIMEOUT_MAX])
+def test_a_wait_may_be_longer_than_the_kernel_takes(ends, seconds):
+    link, watch, peer = ends
+    peer.send(b"x")
+    watch.looking = 0.0  # it sleeps at once
+    assert [event.source for event in watch.wait(seconds)] == [link]
+    assert ready([link.socket.fileno()], seconds) == {link.socket.fileno()}

@@ -15,6 +15,10 @@ from dtorch_file_store.wire import Message, Reader
 
 _RECEIVE = 64 * 1024
 _FDS = 64
+LONGEST = 1e6
+"""Seconds, for one wait of the kernel's: it takes no more than three weeks, and programs write "no limit" as a year.
+Who waits for longer asks again."""
+
 LOST = -1
 """Stands for a descriptor that a process could not take, since it has as many as it may have."""
 
@@ -36,7 +40,7 @@ def ready(descriptors: Iterable[int], seconds: float, event: int = select.POLLIN
     for descriptor in descriptors:
         poll.register(descriptor, event)
 
-    return {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1e3)}
+    return {descriptor for descriptor, _ in poll.poll(min(max(0.0, seconds), LONGEST) * 1e3)}
 
 
 class Link:

@@ -17,7 +17,7 @@ from dtorch_core import BackendContext, DtorchError, PeerLostError, StoreTimeout
 from dtorch_core._deaths import first_ended
 from dtorch_core._text import rank_list, seconds
 from dtorch_file_store.directory import SessionDirectory
-from dtorch_file_store.link import Link, ready
+from dtorch_file_store.link import LONGEST, Link, ready
 from dtorch_file_store.node import Node
 from dtorch_file_store.session import Session
 from dtorch_file_store.wire import frame
@@ -194,7 +194,7 @@ class _Meeting:
             self._directory.close(range(self._nodes))
 
     def _left(self) -> float:
-        return max(0.001, self._deadline - time.monotonic())
+        return min(max(0.001, self._deadline - time.monotonic()), LONGEST)
 
     def _ranks_at(self, node: int) -> str:
         return rank_list(rank for rank, home in enumerate(self._homes) if home == node)

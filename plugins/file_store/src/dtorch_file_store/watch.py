@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from dtorch_file_store.link import Link, ready
+from dtorch_file_store.link import LONGEST, Link, ready
 
 LOOKING = 100e-6
 """Seconds that a thread looks for messages before it sleeps. (Measured: what takes 140 us there and back between two
@@ -132,7 +132,7 @@ class Watch:
             if events:
                 return events
 
-        events = poll(seconds)
+        events = poll(min(seconds, LONGEST))
         self._looks = time.monotonic() - start < SHORT
         return events
 
