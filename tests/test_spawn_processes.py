@@ -283,6 +283,10 @@ class TestResults:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
+    def test_time_limit_of_a_year(self, ranks):
+        (pid,) = spawn(ranks.quiet, 1, ranks_as="processes", timeout=365 * 86400.0)
+        assert pid != os.getpid()
+
     @pytest.mark.parametrize("ranks_as", ["threads", "processes"])
     def test_spawn_within_a_rank(self, ranks, ranks_as):
         ((outer, inner),) = processes(ranks.nests, 1, ranks_as)
