@@ -116,7 +116,7 @@ def check_tensor(call: str, tensor: Tensor) -> None:
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise UnsupportedTensorError(
             f"{call}: a {kind} holds more than its values and can't be carried; pass a plain tensor "
-            f"(of a DTensor: to_local())"
+            f"(of a DTensor: to_local(); of a functional collective's result: wait())"
         )
 
     if tensor.is_quantized:
