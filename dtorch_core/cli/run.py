@@ -22,6 +22,7 @@ FACTS = False
 
 SHARED = {
     "imported modules": "their variables and caches; a script's own __main__ is each rank's",
+    "libraries that note who they are": "take processes, for pytorch-ignite for one; accelerate is taken care of",
     "the process": "os.getpid, limits, sys.path, sys.argv, the working directory",
     "the main thread": "no rank is it",
     "settings of torch": "default dtype, backend flags, deterministic algorithms, number of threads",
@@ -30,6 +31,7 @@ SHARED = {
     "the environment in C": "what a rank sets in os.environ, C code and child processes see as the last rank set it",
     "output that Python does not write": "it has no label",
     "compiled code": "torch.compile's caches and its limit of recompilations",
+    "profiler and export": "one rank at a time",
     "exit handlers": "atexit: they run when all ranks have ended",
     "symmetric memory and RPC": "for processes alone",
 }
