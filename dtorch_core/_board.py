@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
@@ -23,6 +24,9 @@ from dtorch_core._futures import begun
 
 REACH = 0.5
 """Seconds in which a server takes a connection, if there is one."""
+
+LOOK = 1.0
+"""Seconds between two looks whether it is there, while c10d tries to reach it."""
 
 
 _all: weakref.WeakSet[Lines] = weakref.WeakSet()
@@ -52,7 +56,7 @@ class Lines:
         try:
             yield line
         except dist.DistNetworkError:
-            self.gone()  # or it has refused this call alone: one with too long a key, for example
+            self.gone(REACH)  # or it has refused this call alone: one with too long a key, for example
             raise
 
         self._free.append(line)
@@ -77,11 +81,16 @@ class Lines:
         made = begun(lambda: own_line(self._first), "connects once more")
         limit: timedelta = server.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
         either: list[Future[Any]] = [made, self._lost]
-        first, _ = wait(either, limit.total_seconds(), FIRST_COMPLETED)
-        if made in first:
-            return made.result()
+        deadline = time.monotonic() + limit.total_seconds()
+        while (left := deadline - time.monotonic()) > 0:
+            first, _ = wait(either, min(left, LOOK), FIRST_COMPLETED)
+            if made in first:
+                return made.result()
 
-        raise dist.DistNetworkError(self._lost.result() if first else f"it takes no connection within {limit}")
+            if first or self.gone():
+                raise dist.DistNetworkError(self._lost.result())
+
+        raise dist.DistNetworkError(f"it takes no connection within {limit}")
 
     def answer(self) -> bool:
         """Whether the server at the other end is still the one that was there first."""
@@ -97,12 +106,18 @@ class Lines:
         """In a forked child: the connections are the parent's, and what two processes say there would be mixed up."""
         self._free.clear()
 
-    def gone(self) -> bool:
-        """Whether nobody takes connections any more."""
+    def gone(self, patience: float = 0.0) -> bool:
+        """Whether nobody takes connections any more.
+
+        :param patience: seconds in which a server that is just ending has ended: its connections may be closed before
+            it stops listening, and it then drops those that it has not taken yet.
+        """
         server = self._server()
         if isinstance(server, dist.TCPStore) and not self._lost.done():
             try:
-                socket.create_connection((server.host, server.port), REACH).close()
+                with socket.create_connection((server.host, server.port), REACH) as line:
+                    if patience:
+                        _await_end(line, patience)
             except OSError as error:
                 with suppress(InvalidStateError):  # another thread has found it out
                     self._lost.set_result(f"{server.host}:{server.port}: {error}")
@@ -225,6 +240,19 @@ def own_line(store: dist.Store) -> dist.Store:
         return store  # written in Python, without clone()
 
     return line
+
+
+def _await_end(line: socket.socket, seconds: float) -> None:
+    """
+    :raises ConnectionError: if the other end drops the connection in that time. It says nothing of its own accord.
+    """
+    line.settimeout(seconds)
+    try:
+        line.recv(1)
+    except TimeoutError:
+        return
+
+    raise ConnectionError("it has dropped the connection")
 
 
 def _forked() -> None:

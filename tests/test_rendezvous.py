@@ -453,6 +453,37 @@ class TestConnections:
         board.set("k", "v")
         assert board.get("k") == b"v"
 
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_server_that_is_just_ending_is_gone(self, monkeypatch, ends):
+        """It has dropped its connections, and takes one more."""
+        ours, theirs = socket.socketpair()
+        monkeypatch.setattr(_board.socket, "create_connection", lambda *_: ours)
+        server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        if ends:
+            threading.Timer(0.05, theirs.close).start()
+
+        assert Lines(server).gone(LONG if ends else 0.05) is ends
+        theirs.close()
+
+    def test_server_that_ends_while_it_is_reached_is_gone(self, monkeypatch):
+        """Nobody else notices."""
+        asked, over = threading.Event(), threading.Event()
+        monkeypatch.setattr(_board, "LOOK", 0.05)
+        monkeypatch.setattr(_board, "own_line", lambda store: asked.set() or over.wait(LONG))
+        server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        lines = Lines(server)
+        waiting = Background(lines.own)
+        assert asked.wait(LONG)
+
+        def refused(*_):
+            raise ConnectionRefusedError("nobody listens")
+
+        monkeypatch.setattr(_board.socket, "create_connection", refused)
+        with pytest.raises(dist.DistNetworkError, match="nobody listens"):
+            waiting.result(PROMPT)
+
+        over.set()
+
     def test_forked_child_has_connections_of_its_own(self, proxy):
         given = dist.TCPStore("127.0.0.1", proxy.port, None, False, wait_for_workers=False)
         board = _board.board_in(given)
