@@ -13,6 +13,10 @@ from dtorch_core._topology import Member, Topology
 LATE = 0.05
 """Seconds between the end of a process's connections and its own, and more than that."""
 
+LONGEST = 1e6
+"""Seconds, for one wait of the kernel's: it takes no more than three weeks, and programs write "no limit" as a year.
+Who waits for longer asks again."""
+
 LAST = 5.0
 """Seconds to tell of a death."""
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dtorch_core import _authority, _parcel
+from dtorch_core._deaths import LONGEST
 from dtorch_core._line import Frame, Line, Word
 from dtorch_core._rank_process import Plan, main
 from dtorch_core._ranks import GRACE, Failure, said
@@ -39,9 +40,6 @@ SLACK = 1.0
 
 TERM = 0.5
 """Seconds between SIGTERM and SIGKILL."""
-
-_LONGEST = 1e6
-"""Seconds, for one wait: the kernel takes no more than three weeks, and programs write "no limit" as a year."""
 
 EXIT = 5.0
 """Seconds that an interpreter has to end once its ranks have returned."""
@@ -343,7 +341,7 @@ class ProcessRun:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not until():
             left = None if deadline is None else deadline - time.monotonic()
-            ready = self._selector.select(None if left is None else min(left, _LONGEST))
+            ready = self._selector.select(None if left is None else min(left, LONGEST))
             for key, events in ready:
                 if key.fd in self._selector.get_map():  # not let go of by one before
                     key.data(events)

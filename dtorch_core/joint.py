@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +80,51 @@ class Ticket(ABC):
         is for stores in which work is done when all have come.
         """
         return self
+
+
+class Onward(Ticket):
+    """Another ticket in all that is not written anew: for those whose wait does more."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
+        self._ticket.wait(timeout, stream)
+
+    def notes(self) -> Sequence[str]:
+        return self._ticket.notes()
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._ticket.add_done_callback(callback)
+
+
+class WithEarlier(Onward):
+    """A ticket, and what its rank began before. All ranks have come to that, too, once they have come to this."""
+
+    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
+        deadline = time.monotonic() + timeout
+        self._ticket.wait(timeout, stream)
+        self._await_earlier(max(deadline - time.monotonic(), 0), stream)
+
+    def done(self) -> bool:
+        return self._ticket.done() and self._is_over()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        settle_after(partial(self.wait, threading.TIMEOUT_MAX), lambda _, error: callback(), "a callback's wait")
+
+    @abstractmethod
+    def _await_earlier(self, timeout: float, stream: torch.cuda.Stream | None) -> None:
+        """Wait for what was begun before, and order ``stream`` after it. How it ended its own tickets tell.
+
+        :raises StoreTimeoutError: if it has not ended in ``timeout`` seconds.
+        """
+
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """That is done, or the ticket itself, which is done, ended badly: its wait then says so at once."""
 
 
 def copy_of(error: BaseException) -> BaseException:
@@ -273,10 +319,10 @@ class _ThreadTicket(Ticket):
         try:
             error = self._outcome(timeout)
         except TimeoutError:
-            rank, label = self._store.rank, self._store.label
-            late = f"{self._missing()} after {seconds(timeout)}"
-            self._steps.retire(self._store, f"rank {rank} gave up on {self._key}: {late}")
-            raise StoreTimeoutError(f"{label}, rank {rank}, {self._key}: {late}") from None
+            missing = self._missing()
+            reason = f"rank {self._store.rank} gave up on {self._key}: {missing} after {seconds(timeout)}"
+            self._steps.retire(self._store, reason)
+            raise self.late(missing, timeout) from None
 
         if error is not None:
             raise copy_of(error)
@@ -297,7 +343,12 @@ class _ThreadTicket(Ticket):
         return self._future.exception() is not None
 
     def with_earlier(self) -> Ticket:
-        return _WithEarlier(self, self._earlier) if self._earlier else self
+        return _ThreadsBefore(self, self._earlier) if self._earlier else self
+
+    def late(self, what: str, timeout: float) -> StoreTimeoutError:
+        """The error of a wait in this ticket's name."""
+        label, rank = self._store.label, self._store.rank
+        return StoreTimeoutError(f"{label}, rank {rank}, {self._key}: {what} after {seconds(timeout)}")
 
     def _outcome(self, timeout: float) -> BaseException | None:
         try:
@@ -319,26 +370,23 @@ class _ThreadTicket(Ticket):
         return f"rank {first} had not come" + (f" ({rank_list(later)} not heard yet)" if later else "")
 
 
-class _WithEarlier(Ticket):
-    """A ticket, and what its rank began before. All ranks have come to that, too, and its threads end it."""
+class _ThreadsBefore(WithEarlier):
+    """The threads of what was begun before end it."""
 
     def __init__(self, ticket: _ThreadTicket, earlier: Sequence[Future[Done]]) -> None:
-        self._ticket, self._earlier = ticket, earlier
+        super().__init__(ticket)
+        self._own, self._earlier = ticket, earlier
 
-    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
-        self._ticket.wait(timeout, stream)
+    def _await_earlier(self, timeout: float, stream: torch.cuda.Stream | None) -> None:
+        if wait(self._earlier, timeout).not_done:
+            raise self._own.late("what this rank had begun before was not done", timeout)
+
         for future in self._earlier:
             if future.exception() is None:
                 future.result().order(stream)
 
-    def notes(self) -> Sequence[str]:
-        return self._ticket.notes()
-
-    def done(self) -> bool:
-        return self._ticket.done() and (self._ticket.failed() or all(future.done() for future in self._earlier))
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        settle_after(partial(self.wait, threading.TIMEOUT_MAX), lambda _, error: callback(), "a callback's wait")
+    def _is_over(self) -> bool:
+        return self._own.failed() or all(future.done() for future in self._earlier)
 
 
 def _worked(work: Work, offers: Sequence[Offer], stream: torch.cuda.Stream | None) -> Exception | None:

@@ -140,6 +140,9 @@ class TestJointWork:
             later.wait(LIMIT)
             behind.add_done_callback(told.set)
             assert later.done() and not behind.done() and not told.is_set()
+            with pytest.raises(StoreTimeoutError, match="later: what this rank had begun before was not done after"):
+                behind.wait(0.05)
+
             store.barrier(timeout=LIMIT)
             release.set()
             behind.wait(LIMIT)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core.bench.cells import Buffers, Cell, end
-from dtorch_core.bench.team import Team
+from dtorch_core.bench.team import Team, nothing
 
 HAND_OFF = "hand-off"
 """Two threads, two locks: wake the other one, be woken by it."""
@@ -45,7 +45,7 @@ class HandOff:
             there.acquire()
             back.release()
 
-        return self._team.time([ask, answer, *[_rest] * (self._team.size - 2)], count)
+        return self._team.time([ask, answer, *[nothing] * (self._team.size - 2)], count)
 
 
 class Floor:
@@ -66,15 +66,11 @@ class Floor:
             shares = [[partial(_copy, target, source), *([] if cell.queued else [end(cell.device)])]]
 
         self._calls: list[Step] = [partial(_run, share) for share in shares]
-        self._calls += [_rest] * (cell.ranks - len(shares))
+        self._calls += [nothing] * (cell.ranks - len(shares))
         self._end = end(cell.device)
 
     def time(self, count: int) -> float:
         return self._team.time(self._calls, count, self._end)
-
-
-def _rest() -> None:
-    return
 
 
 def _run(steps: Sequence[Step]) -> None:

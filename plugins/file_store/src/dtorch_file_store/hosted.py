@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from dtorch_core import streams
 from dtorch_core.declared import Declared
 from dtorch_core.errors import UnsupportedOperationError
-from dtorch_core.joint import Offer, Ticket, Work
+from dtorch_core.joint import Offer, Onward, Ticket, Work
 from dtorch_file_store.joint import Joint
 from dtorch_file_store.tickets import FileTicket
 
@@ -35,9 +34,10 @@ def post_through_host(
     return _HostedTicket(joint.post(key, hosted, work), offer, hosted)
 
 
-class _HostedTicket(Ticket):
+class _HostedTicket(Onward):
     def __init__(self, ticket: FileTicket, offer: Offer, hosted: Offer) -> None:
-        self._ticket, self._offer, self._hosted = ticket, offer, hosted
+        super().__init__(ticket)
+        self._written, self._offer, self._hosted = ticket.written, offer, hosted
         self._uploading = threading.Lock()
         self._uploaded: list[tuple[Tensor, torch.cuda.Event | None]] | None = None
 
@@ -45,19 +45,10 @@ class _HostedTicket(Ticket):
         self._ticket.wait(timeout)
         with self._uploading:
             if self._uploaded is None:
-                self._uploaded = [self._upload(number, stream) for number in self._ticket.written()]
+                self._uploaded = [self._upload(number, stream) for number in self._written()]
 
         for tensor, event in self._uploaded:
             streams.order_after(event, tensor, stream)
-
-    def notes(self) -> Sequence[str]:
-        return self._ticket.notes()
-
-    def done(self) -> bool:
-        return self._ticket.done()
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._ticket.add_done_callback(callback)
 
     def _upload(self, number: int, stream: torch.cuda.Stream | None) -> tuple[Tensor, torch.cuda.Event | None]:
         tensor = self._offer.tensors[number]

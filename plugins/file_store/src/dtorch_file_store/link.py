@@ -10,14 +10,12 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
+from dtorch_core._deaths import LONGEST
 from dtorch_core.errors import DtorchError
 from dtorch_file_store.wire import Message, Reader
 
 _RECEIVE = 64 * 1024
 _FDS = 64
-LONGEST = 1e6
-"""Seconds, for one wait of the kernel's: it takes no more than three weeks, and programs write "no limit" as a year.
-Who waits for longer asks again."""
 
 LOST = -1
 """Stands for a descriptor that a process could not take, since it has as many as it may have."""

@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from dtorch_core import BackendContext, DtorchError, PeerLostError, StoreTimeoutError, Topology
-from dtorch_core._deaths import first_ended
+from dtorch_core._deaths import LONGEST, first_ended
 from dtorch_core._text import rank_list, seconds
 from dtorch_file_store.directory import SessionDirectory
-from dtorch_file_store.link import LONGEST, Link, ready
+from dtorch_file_store.link import Link, ready
 from dtorch_file_store.node import Node
 from dtorch_file_store.session import Session
 from dtorch_file_store.wire import frame

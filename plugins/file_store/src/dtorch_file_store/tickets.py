@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from dtorch_core import DtorchError
-from dtorch_core._futures import settle_after
-from dtorch_core.joint import Ticket
+from dtorch_core.joint import Ticket, WithEarlier
 from dtorch_file_store.calls import Call
 from dtorch_file_store.cuda.current import current
 
@@ -65,18 +62,16 @@ class FileTicket(Ticket):
 
     def with_earlier(self) -> Ticket:
         earlier = self._joint.unfinished(self._rank)
-        return _WithEarlier(self, self._joint, self._rank, earlier) if earlier else self
+        return _CallsBefore(self, self._joint, self._rank, earlier) if earlier else self
 
 
-class _WithEarlier(Ticket):
-    """A ticket, and the calls that its rank began before."""
-
+class _CallsBefore(WithEarlier):
     def __init__(self, ticket: FileTicket, joint: Joint, rank: int, earlier: Sequence[Call]) -> None:
-        self._ticket, self._joint, self._rank, self._earlier = ticket, joint, rank, earlier
+        super().__init__(ticket)
+        self._failed, self._joint, self._rank, self._earlier = ticket.failed, joint, rank, earlier
 
-    def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
+    def _await_earlier(self, timeout: float, stream: torch.cuda.Stream | None) -> None:
         deadline = time.monotonic() + timeout
-        self._ticket.wait(timeout, stream)
         for call in self._earlier:  # who has not come to one by now will not come
             if call.complete and not call.finished:
                 try:
@@ -85,14 +80,7 @@ class _WithEarlier(Ticket):
                     if not call.finished:
                         raise
 
-    def notes(self) -> Sequence[str]:
-        return self._ticket.notes()
-
-    def done(self) -> bool:
-        return self._ticket.done() and (
-            self._ticket.failed()  # as its wait says at once, whatever becomes of the earlier ones
-            or all(call.finished or not call.complete or self._joint.done(call, self._rank) for call in self._earlier)
+    def _is_over(self) -> bool:
+        return self._failed() or all(
+            call.finished or not call.complete or self._joint.done(call, self._rank) for call in self._earlier
         )
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        settle_after(partial(self.wait, threading.TIMEOUT_MAX), lambda _, error: callback(), "a callback's wait")

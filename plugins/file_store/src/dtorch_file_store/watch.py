@@ -14,7 +14,8 @@ import time
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from dtorch_file_store.link import LONGEST, Link, ready
+from dtorch_core._deaths import LONGEST
+from dtorch_file_store.link import Link, ready
 
 LOOKING = 100e-6
 """Seconds that a thread looks for messages before it sleeps. (Measured: what takes 140 us there and back between two

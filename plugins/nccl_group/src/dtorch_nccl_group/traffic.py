@@ -48,6 +48,8 @@ class Traffic:
     def left(self, handle: object, end: End | None = None) -> None:
         """A rank has left a group. The communicator goes now, if no such group is open here; else with the last one.
 
+        Called in daemon threads alone, for which close() waits until its deadline: NCCL sets no bound to an end.
+
         :param end: None if it is down already.
         """
         with self._condition:

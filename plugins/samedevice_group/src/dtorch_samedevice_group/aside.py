@@ -7,12 +7,12 @@ them in order again. So does a barrier, for those whose Work was dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
-from dtorch_core.joint import Ticket
+from dtorch_core.joint import Onward, Ticket
 
 HIGH = -1
 """Its kernels' blocks go first as the GPU gets room: a large kernel beside them would let them wait for its end."""
@@ -40,26 +40,18 @@ class Aside:
         return stream
 
 
-class Behind(Ticket):
+class Behind(Onward):
     """A ticket whose wait orders the stream after earlier calls, too: who has come to this one came to those before."""
 
     def __init__(self, ticket: Ticket, earlier: Sequence[Ticket]) -> None:
-        self._ticket, self._earlier = ticket, earlier
+        super().__init__(ticket)
+        self._earlier = earlier
 
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> None:
-        self._ticket.wait(timeout, stream)
+        super().wait(timeout, stream)
         for ticket in self._earlier:
             with suppress(Exception):  # which its own Work raises
                 ticket.wait(0, stream)
-
-    def notes(self) -> Sequence[str]:
-        return self._ticket.notes()
-
-    def done(self) -> bool:
-        return self._ticket.done()
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._ticket.add_done_callback(callback)
 
 
 @contextmanager

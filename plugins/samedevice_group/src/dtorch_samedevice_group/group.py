@@ -144,6 +144,7 @@ def _with_earlier(
     @functools.wraps(call)
     def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> Waited:
         work = call(self, *args, **named)
+        assert isinstance(work, GroupWork)
         work.include_earlier(self._engine.begun())
         return work
 

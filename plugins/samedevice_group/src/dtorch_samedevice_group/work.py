@@ -48,13 +48,6 @@ class Waited(dist._Work):
         self._end(seconds_of(timeout, self._timeout))
         return True
 
-    def include_earlier(self, aside: Sequence[Ticket]) -> None:
-        """It is over no sooner than what this rank has begun before. Called by whoever has posted it, at once.
-
-        :param aside: of that, what is on streams aside.
-        """
-        raise NotImplementedError
-
     def synchronize(self) -> None:
         """As :meth:`wait`."""
         self.wait()
@@ -175,6 +168,10 @@ class GroupWork(Waited):
         return True
 
     def include_earlier(self, aside: Sequence[Ticket]) -> None:
+        """It is over no sooner than what this rank has begun before. Called by whoever has posted it, at once.
+
+        :param aside: of that, what is on streams aside.
+        """
         ticket = self._ticket.with_earlier()
         self._ticket = Behind(ticket, aside) if aside else ticket
 
