@@ -27,7 +27,7 @@ GLOO_LIMIT = 20.0
 """The same for ranks that are threads, over Gloo."""
 
 
-def made(store, rank, world_size, timeout, name):
+def made(store, rank, world_size, timeout, name, *, shared):
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
 
 
@@ -44,6 +44,7 @@ def gloo(*, queued=False):
         connect=lambda backend, device, timeout: None,
         limit=lambda backend, timeout: None,
         finish=lambda device: None,
+        reap=lambda group: None,
     )
 
 
@@ -222,6 +223,15 @@ def in_torch(ctx):
 
     return "right"
 
+
+def ends(ctx):
+    """Groups that are closed right after their last call."""
+    for _ in range(10):
+        with opened(ctx) as group:
+            x = part(ctx.rank, ctx.device, 4)
+            group.all_reduce(x, out=x)
+
+    return "right"
 
 
 if __name__ == "__main__":

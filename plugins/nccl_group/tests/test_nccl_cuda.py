@@ -255,6 +255,16 @@ class TestSeveralGroups:
 
         on_ranks(body)
 
+    def test_many_groups_make_their_first_calls(self):
+        """All ranks at once: torch 2.11 keeps its groups in a map without a lock."""
+
+        def body(group):
+            groups, x = [group.split([0, 1]) for _ in range(16)], part(0, group.device, 3)
+            for number, each in enumerate(groups):
+                assert torch.equal(each.all_reduce(x + number), 2 * (x + number))
+
+        on_ranks(body)
+
     def test_calls_of_several_groups_under_way(self):
         def body(group):
             others = [group.split([0, 1]) for _ in range(2)]
@@ -319,6 +329,13 @@ class TestProcesses:
         assert "rank 1 of 2 failed with ZeroDivisionError: on purpose" in out
         assert lasted < LIMIT
 
+    def test_the_end_says_nothing(self):
+        """torch's watchdog looks for errors until it has seen that a call is over: of peers that have gone, for one."""
+        done = subprocess.run(
+            [sys.executable, "-P", str(PROGRAM), "ends", *devices(2)], capture_output=True, text=True, timeout=3 * LIMIT
+        )
+        assert (done.returncode, done.stdout) == (0, "right\nright\n"), done.stderr
+        assert "ProcessGroupNCCL" not in done.stderr
 
     @pytest.mark.parametrize("backend", ["dtorch", "nccl"])
     def test_a_script_of_torchrun(self, backend):

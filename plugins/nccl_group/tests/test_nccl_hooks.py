@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch.distributed as dist
 from dtorch_nccl_group import hooks, torch_nccl
+from dtorch_nccl_group.environment import Environment
 
 from dtorch_core import Member, Topology, explain
 from dtorch_core.cli import main
@@ -94,15 +95,15 @@ class TestSettings:
         monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", "1")
         monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
         monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
-        before = dict(os.environ)
-        groups = [torch_nccl._settings.made(lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1)) for _ in range(2)]
+        environment, before = Environment(torch_nccl.SETTINGS), dict(os.environ)
+        groups = [environment.made(lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1)) for _ in range(2)]
         during = dict(os.environ)
         assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in during
         assert during["TORCH_NCCL_ENABLE_MONITORING"] == "0"
         groups.pop()
         assert dict(os.environ) == during, "other threads may read it"
         with pytest.raises(ZeroDivisionError):
-            torch_nccl._settings.made(lambda: 1 // 0)
+            environment.made(lambda: 1 // 0)
 
         assert dict(os.environ) == during
         groups.pop()
@@ -110,7 +111,29 @@ class TestSettings:
 
     def test_what_the_user_sets_meanwhile_stays(self, monkeypatch):
         monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
-        group = torch_nccl._settings.made(lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+        group = Environment(torch_nccl.SETTINGS).made(lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
         monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
         del group
         assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
+
+    def test_what_is_read_once_is_set_with_the_first(self, monkeypatch):
+        names = [name for names in torch_nccl.WITHOUT_RECORDER for name in names]
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+
+        def made(environment):
+            return environment.made(lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1), torch_nccl.WITHOUT_RECORDER)
+
+        environment, before = Environment(torch_nccl.SETTINGS), dict(os.environ)
+        group = made(environment)
+        assert os.environ[names[0]] == "0"
+        del group
+        assert dict(os.environ) == before
+        first = environment.made(lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+        second = made(environment)
+        assert names[0] not in os.environ, "it has been read, and other threads may read the environment"
+        del first, second
+        monkeypatch.setenv(names[1], "5")
+        group = made(environment)
+        assert names[0] not in os.environ, "the user has set it by its other name"
+        del group

@@ -1,4 +1,4 @@
-"""Which communicators may be made and taken down at once."""
+"""When communicators are taken down."""
 
 import gc
 import importlib.util
@@ -9,65 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dtorch_nccl_group import traffic
 from dtorch_nccl_group.traffic import Traffic
 
 from dtorch_core import open_group
 from dtorch_core._extras import companion
-from dtorch_core.testing import Background, asleep, run_ranks
+from dtorch_core.testing import Background, run_ranks
 
 _spec = importlib.util.spec_from_file_location("nccl_ranks", Path(__file__).with_name("nccl_ranks.py"))
 nccl_ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(nccl_ranks)
 
 LIMIT = 20.0
-
-
-def inside(context, came, leave):
-    with context():
-        came.wait(LIMIT)
-        assert leave.wait(LIMIT)
-
-
-@pytest.mark.parametrize("kind", ["making", "ending"])
-def test_many_of_a_kind_go_on_at_once(kind):
-    here, came, leave = Traffic(), threading.Barrier(3), threading.Event()
-    others = [Background(lambda: inside(getattr(here, kind), came, leave)) for _ in range(2)]
-    came.wait(LIMIT)
-    leave.set()
-    for other in others:
-        other.result(LIMIT)
-
-
-@pytest.mark.parametrize(("first", "second"), [("making", "ending"), ("ending", "making")])
-def test_one_kind_waits_for_the_other(monkeypatch, first, second):
-    monkeypatch.setattr(traffic, "PATIENCE", LIMIT)
-    here, came, leave = Traffic(), threading.Barrier(2), threading.Event()
-    order = []
-    one = Background(lambda: inside(getattr(here, first), came, leave))
-    came.wait(LIMIT)
-
-    def late():
-        with getattr(here, second)():
-            order.append("second")
-
-    other = Background(late)
-    asleep(other)
-    order.append("first")
-    leave.set()
-    one.result(LIMIT)
-    other.result(LIMIT)
-    assert order == ["first", "second"]
-
-
-def test_it_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(traffic, "PATIENCE", 0.05)
-    here = Traffic()
-    with here.making(), here.ending():
-        pass
-
-    with here.ending(), here.making():
-        pass
 
 
 class Group:
@@ -132,7 +84,7 @@ def test_groups_of_thread_ranks_keep_their_communicators_until_the_last_is_close
             ended.append(self)
             super().shutdown()
 
-    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, timeout, name: Counted(store, rank, size))
+    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, *_, **__: Counted(store, rank, size))
 
     def rank(ctx):
         with ctx.open_group("kept", backend="gloo", timeout=LIMIT) as kept:
@@ -165,7 +117,7 @@ def test_a_group_that_a_rank_forgets_keeps_no_communicator(monkeypatch):
             super().shutdown()
             ended.set()
 
-    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, timeout, name: Counted(store, rank, size))
+    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, *_, **__: Counted(store, rank, size))
 
     def rank(number):
         group = open_group("forgotten", rank=number, world_size=2, backend="gloo", timeout=LIMIT)
@@ -208,7 +160,7 @@ def test_close_waits_for_an_abort_that_has_just_begun(monkeypatch, number):
             super().abort()
             ended.append(self.rank())
 
-    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, timeout, name: Counted(store, rank, size))
+    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, *_, **__: Counted(store, rank, size))
 
     def rank(ctx):
         group = ctx.open_group("closed", backend="gloo", timeout=LIMIT)

@@ -51,6 +51,7 @@ class NcclCompanion(Endings):
         order: LaunchOrder,
         *,
         finish: Callable[[], None] | None,
+        reap: Callable[[dist.ProcessGroup], None],
         limit: Callable[[float], None],
     ) -> None:
         """
@@ -63,7 +64,7 @@ class NcclCompanion(Endings):
         self._splits = itertools.count()
         self._exchanges = itertools.count(1)
         self._own_store: TensorStore | None = None
-        super().__init__(ctx, stores, group, backend, finish)
+        super().__init__(ctx, stores, group, backend, finish, reap)
 
     # Calls
 

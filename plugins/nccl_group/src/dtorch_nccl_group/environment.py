@@ -28,9 +28,12 @@ class Environment:
         self._objects = 0
         self._added: dict[str, str] = {}
 
-    def made(self, make: Callable[[], T]) -> T:
-        """What ``make()`` returns."""
-        self._enter()
+    def made(self, make: Callable[[], T], first: Mapping[tuple[str, ...], str] | None = None) -> T:
+        """What ``make()`` returns.
+
+        :param first: more settings, for what is read but once: they count where nothing else is there yet.
+        """
+        self._enter(first or {})
         try:
             made = make()
         except BaseException:
@@ -40,13 +43,13 @@ class Environment:
         weakref.finalize(made, self._leave).atexit = False
         return made
 
-    def _enter(self) -> None:
+    def _enter(self, first: Mapping[tuple[str, ...], str]) -> None:
         with self._lock:
             self._objects += 1
             if self._objects == 1:
                 self._added = {
                     names[0]: value
-                    for names, value in self._settings.items()
+                    for names, value in {**self._settings, **first}.items()
                     if not any(name in os.environ for name in names)
                 }
                 os.environ.update(self._added)

@@ -12,7 +12,6 @@ from dtorch_core import BackendContext, TensorStore, explain
 from dtorch_core._extras import accompany
 from dtorch_core._order import LaunchOrder
 from dtorch_nccl_group import torch_nccl as nccl
-from dtorch_nccl_group import traffic
 from dtorch_nccl_group.companion import NcclCompanion
 
 _lock = threading.Lock()
@@ -35,7 +34,8 @@ def open_process_group(ctx: BackendContext) -> dist.ProcessGroup:
 def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None) -> dist.ProcessGroup:
     device = torch.device(ctx.device)
     line = dist.PrefixStore("nccl", ctx.rendezvous)
-    made = nccl.backend(line, ctx.rank, ctx.world_size, ctx.timeout, ctx.name)
+    shared = ctx.world_size == 1 or len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1
+    made = nccl.backend(line, ctx.rank, ctx.world_size, ctx.timeout, ctx.name, shared=shared)
     group = dist.ProcessGroup(line, ctx.rank, ctx.world_size)
     finish = partial(nccl.finish, device) if nccl.QUEUED else None
     if device.index is not None:
@@ -44,12 +44,10 @@ def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None)
     group._register_backend(torch.device(nccl.DEVICE_TYPE), nccl.KIND, made)
     group._set_default_backend(nccl.KIND)
     limit = partial(nccl.limit, made)
-    beside = NcclCompanion(ctx, stores, group, made, _order(ctx), finish=finish, limit=limit)
+    beside = NcclCompanion(ctx, stores, group, made, _order(ctx), finish=finish, reap=nccl.reap, limit=limit)
     accompany(group, beside)
     try:
-        with traffic.HERE.making():
-            nccl.connect(made, device, ctx.timeout)
-
+        nccl.connect(made, device, ctx.timeout)
     except Exception as error:
         beside.abort(f"rank {ctx.rank} could not connect: {error}", died=True)
         raise beside.explain("connecting", error) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from dtorch_nccl_group.environment import Environment
 
@@ -15,15 +17,18 @@ KIND = dist.ProcessGroup.BackendType.NCCL
 QUEUED = True
 """A call returns when its kernel is queued, and is not over then."""
 
-_settings = Environment(
-    {
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "2",  # clean up, and do not end the process
-        ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # nor because the watchdog is slow
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "0",  # nor after writing a dump
-        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",  # and end the kernel at once, not four times so much later
-    }
-)
+SETTINGS = {
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "2",  # clean up, and do not end the process
+    ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # nor because the watchdog is slow
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "0",  # nor after writing a dump
+    ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",  # and end the kernel at once, not four times so much later
+}
 """What torch reads from the environment when a group is made, where the user has not set it."""
+
+WITHOUT_RECORDER: Mapping[tuple[str, ...], str] = {("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0"}
+"""Read once, with the first group of the process: torch's flight recorder is off."""
+
+_environment = Environment(SETTINGS)
 
 
 def version() -> str:
@@ -35,13 +40,33 @@ def version() -> str:
     return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
 
 
-def backend(store: dist.Store, rank: int, world_size: int, timeout: float, name: str) -> Any:  # noqa: ANN401
-    """A ProcessGroupNCCL that never ends the process."""
+def recorder_takes_one_rank() -> bool:
+    """Before torch 2.12 the flight recorder looks a group up in a map, and adds it, without a lock.
+
+    Ranks that are threads make the first calls of their groups at the same time, and the process crashes.
+    """
+    return TorchVersion(torch.__version__) < "2.12"
+
+
+def backend(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    name: str,
+    *,
+    shared: bool,
+) -> Any:  # noqa: ANN401
+    """A ProcessGroupNCCL that never ends the process.
+
+    :param shared: the process may have other ranks too.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
     options.global_ranks_in_group = list(range(world_size))
     options.group_name = name  # type: ignore[assignment]  # a str under another name
-    return _settings.made(lambda: dist.ProcessGroupNCCL(store, rank, world_size, options))
+    first = WITHOUT_RECORDER if shared and recorder_takes_one_rank() else None
+    return _environment.made(lambda: dist.ProcessGroupNCCL(store, rank, world_size, options), first)
 
 
 def connect(made: Any, device: torch.device, timeout: float) -> None:  # noqa: ANN401
@@ -63,3 +88,12 @@ def limit(made: Any, timeout: float) -> None:  # noqa: ANN401
 def finish(device: torch.device) -> None:
     """Wait on the host until all that is queued on the device is over."""
     torch.cuda.synchronize(device)
+
+
+def reap(group: dist.ProcessGroup) -> None:
+    """Wait until torch's watchdog has seen that what is over is over, which it does ten times a second.
+
+    Of a call that it has not seen to be over it says on stderr that it failed, once a peer has taken its communicator
+    down.
+    """
+    group._wait_for_pending_works()

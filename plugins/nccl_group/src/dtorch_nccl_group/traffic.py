@@ -1,37 +1,29 @@
-"""When the communicators of one process are made, and when they are taken down, where ranks are threads of it.
+"""When the communicators of one process are taken down, where ranks are threads of it.
 
 To take one down gives memory back, and CUDA waits for the kernels of a GPU, and of its peers, until it does that. Among
 them may be a kernel of another communicator that waits for the very rank which closes its group: for ever. So as long
 as ranks of this process have groups together, those that are closed are kept, and the last one takes all down.
-
-Nor are some made while others are taken down. NCCL says that both may go on at once; the process has crashed inside
-NCCL all the same (torch 2.11, NCCL 2.28).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from dtorch_core._goodbyes import say_elsewhere
-
-PATIENCE = 2.0
-"""Seconds that one kind waits for the other: a communicator whose ranks never all come is being made for long."""
-
 
 End = Callable[[], None]
 """Takes a communicator down."""
 
 
 class Traffic:
-    """Many may make communicators at once, or many take them down."""
+    """The groups of thread ranks that are open, and the ends of those that are closed."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._inside = {"making": 0, "ending": 0}
+        self._lock = threading.Lock()
         self._open: dict[object, weakref.finalize[..., object]] = {}
         self._closed: list[End] = []
 
@@ -42,7 +34,7 @@ class Traffic:
         """
         forgotten = weakref.finalize(group, say_elsewhere, partial(self.left, handle), "ends NCCL")
         forgotten.atexit = False
-        with self._condition:
+        with self._lock:
             self._open[handle] = forgotten
 
     def left(self, handle: object, end: End | None = None) -> None:
@@ -52,7 +44,7 @@ class Traffic:
 
         :param end: None if it is down already.
         """
-        with self._condition:
+        with self._lock:
             forgotten = self._open.pop(handle, None)
             if forgotten is not None:
                 forgotten.detach()
@@ -66,41 +58,17 @@ class Traffic:
             ends, self._closed = self._closed, []
 
         # All at once: NCCL's orderly end waits for all ranks of a process.
-        threads = [threading.Thread(target=self._end, args=(end,), name="ends NCCL", daemon=True) for end in ends]
+        threads = [threading.Thread(target=_quietly, args=(end,), name="ends NCCL", daemon=True) for end in ends]
         for thread in threads:
             thread.start()
 
         for thread in threads:
             thread.join()
 
-    def _end(self, end: End) -> None:
-        with suppress(RuntimeError), self.ending():  # what fails here has failed already
-            end()
 
-    @contextmanager
-    def making(self) -> Iterator[None]:
-        """A communicator is made meanwhile."""
-        with self._alone("making", "ending"):
-            yield
-
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        """One is taken down meanwhile."""
-        with self._alone("ending", "making"):
-            yield
-
-    @contextmanager
-    def _alone(self, kind: str, other: str) -> Iterator[None]:
-        with self._condition:
-            self._condition.wait_for(lambda: not self._inside[other], PATIENCE)
-            self._inside[kind] += 1
-
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._inside[kind] -= 1
-                self._condition.notify_all()
+def _quietly(end: End) -> None:
+    with suppress(RuntimeError):  # what fails here has failed already
+        end()
 
 
 HERE = Traffic()
