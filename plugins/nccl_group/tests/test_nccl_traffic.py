@@ -1,4 +1,4 @@
-"""When communicators are taken down."""
+"""Which communicators may be made and taken down at once, and who goes on with them."""
 
 import gc
 import importlib.util
@@ -10,17 +10,68 @@ import pytest
 import torch
 import torch.distributed as dist
 from dtorch_nccl_group import group as factory
+from dtorch_nccl_group import traffic
 from dtorch_nccl_group.traffic import Traffic
 
 from dtorch_core import open_group
 from dtorch_core._extras import companion
-from dtorch_core.testing import Background, run_ranks
+from dtorch_core.testing import Background, asleep, run_ranks
 
 _spec = importlib.util.spec_from_file_location("nccl_ranks", Path(__file__).with_name("nccl_ranks.py"))
 nccl_ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(nccl_ranks)
 
 LIMIT = 20.0
+
+
+def inside(context, came, leave):
+    with context:
+        came.wait(LIMIT)
+        assert leave.wait(LIMIT)
+
+
+KINDS = {"making": lambda here: here.making(LIMIT), "ending": Traffic.ending}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_many_of_a_kind_go_on_at_once(kind):
+    here, came, leave = Traffic(), threading.Barrier(3), threading.Event()
+    others = [Background(lambda: inside(kind(here), came, leave)) for _ in range(2)]
+    came.wait(LIMIT)
+    leave.set()
+    for other in others:
+        other.result(LIMIT)
+
+
+@pytest.mark.parametrize(("first", "second"), [("making", "ending"), ("ending", "making")])
+def test_one_kind_waits_for_the_other(monkeypatch, first, second):
+    monkeypatch.setattr(traffic, "PATIENCE", LIMIT)
+    here, came, leave = Traffic(), threading.Barrier(2), threading.Event()
+    order = []
+    one = Background(lambda: inside(KINDS[first](here), came, leave))
+    came.wait(LIMIT)
+
+    def late():
+        with KINDS[second](here):
+            order.append("second")
+
+    other = Background(late)
+    asleep(other)
+    order.append("first")
+    leave.set()
+    one.result(LIMIT)
+    other.result(LIMIT)
+    assert order == ["first", "second"]
+
+
+def test_it_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(traffic, "PATIENCE", 0.05)
+    here = Traffic()
+    with here.making(0.05), here.ending():
+        pass
+
+    with here.ending(), here.making(0.05):
+        pass
 
 
 class Group:

@@ -196,7 +196,8 @@ class Endings(ABC):
             _within(SETTLING, finish, f"{self._ctx.name} finishes")
 
         try:
-            backend.abort()
+            with traffic.HERE.ending():
+                backend.abort()
         finally:
             traffic.HERE.left(self)
 

@@ -69,7 +69,9 @@ def _opened(
         return group
 
     try:
-        nccl.connect(made, device, ctx.timeout)
+        with traffic.HERE.making(ctx.timeout):
+            nccl.connect(made, device, ctx.timeout)
+
     except Exception as error:
         beside.abort(f"rank {ctx.rank} could not connect: {error}", died=True)
         raise beside.explain("connecting", error) from error

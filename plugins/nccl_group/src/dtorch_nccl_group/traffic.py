@@ -4,19 +4,25 @@ To take one down gives memory back, and CUDA waits for the kernels of a GPU, and
 them may be a kernel of another communicator that waits for the very rank which closes its group: for ever. So as long
 as ranks of this process have groups together, those that are closed are kept, and the last one takes all down. Until
 then the next group over the same GPUs goes on with them.
+
+Nor are some made while others are taken down. NCCL says that both may go on at once; sums came out wrong on two H200
+all the same, and ranks waited for each other (torch 2.11, NCCL 2.28).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from dtorch_core._goodbyes import say_elsewhere
+
+PATIENCE = 2.0
+"""Seconds that an end waits for communicators that are being made: one whose ranks never all come is made for long."""
 
 End = Callable[[], None]
 """Takes a rank's part of a communicator down."""
@@ -33,10 +39,14 @@ class Communicator:
 
 
 class Traffic:
-    """The groups of thread ranks that are open, and the communicators of those that are closed."""
+    """The groups of thread ranks that are open, and the communicators of those that are closed.
+
+    Many may make communicators at once, or many take them down.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._condition = threading.Condition()
+        self._inside = {"making": 0, "ending": 0}
         self._open: dict[object, weakref.finalize[..., object]] = {}
         self._closed: dict[Communicator | object, dict[int, End]] = {}
         self._taken: dict[str, tuple[Communicator, set[int]]] = {}
@@ -49,7 +59,7 @@ class Traffic:
         :param opening: names it; no other one has that name.
         :returns: one whose last group every rank has closed and that has all it needs, or a new one.
         """
-        with self._lock:
+        with self._condition:
             if opening not in self._taken:
                 self._taken[opening] = self._kept(devices) or Communicator(devices), set()
 
@@ -75,7 +85,7 @@ class Traffic:
         """
         forgotten = weakref.finalize(group, say_elsewhere, partial(self.left, handle), "ends NCCL")
         forgotten.atexit = False
-        with self._lock:
+        with self._condition:
             self._open[handle] = forgotten
 
     def left(self, handle: object, end: End | None = None, of: tuple[Communicator, int] | None = None) -> None:
@@ -86,7 +96,7 @@ class Traffic:
         :param end: None if it is down already.
         :param of: the communicator and the rank, if another group may go on with it.
         """
-        with self._lock:
+        with self._condition:
             forgotten = self._open.pop(handle, None)
             if forgotten is not None:
                 forgotten.detach()
@@ -102,17 +112,44 @@ class Traffic:
             self._closed.clear()
 
         # All at once: NCCL's orderly end waits for all ranks of a process.
-        threads = [threading.Thread(target=_quietly, args=(end,), name="ends NCCL", daemon=True) for end in ends]
+        threads = [threading.Thread(target=self._end, args=(end,), name="ends NCCL", daemon=True) for end in ends]
         for thread in threads:
             thread.start()
 
         for thread in threads:
             thread.join()
 
+    def _end(self, end: End) -> None:
+        with suppress(RuntimeError), self.ending():  # what fails here has failed already
+            end()
 
-def _quietly(end: End) -> None:
-    with suppress(RuntimeError):  # what fails here has failed already
-        end()
+    @contextmanager
+    def making(self, patience: float) -> Iterator[None]:
+        """A communicator is made meanwhile.
+
+        :param patience: seconds that it waits for ends; NCCL sets no bound to one.
+        """
+        with self._alone("making", "ending", patience):
+            yield
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """One is taken down meanwhile."""
+        with self._alone("ending", "making", PATIENCE):
+            yield
+
+    @contextmanager
+    def _alone(self, kind: str, other: str, patience: float) -> Iterator[None]:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._inside[other], patience)
+            self._inside[kind] += 1
+
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._inside[kind] -= 1
+                self._condition.notify_all()
 
 
 HERE = Traffic()
