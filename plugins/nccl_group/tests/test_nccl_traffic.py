@@ -1,4 +1,4 @@
-"""Which communicators may be made and taken down at once, and who goes on with them."""
+"""Which communicators may be made and taken down at once."""
 
 import gc
 import importlib.util
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dtorch_nccl_group import group as factory
 from dtorch_nccl_group import traffic
 from dtorch_nccl_group.traffic import Traffic
 
@@ -125,85 +124,6 @@ class TestLeaving:
         here.left(groups[0].handle, fail)
         here.left(groups[1].handle, lambda: ended.append("end"))
         assert ended == ["end"]
-
-
-class TestTaking:
-    """What is closed is kept while any group is open, and the next one goes on with it."""
-
-    def kept(self, here, devices, ended):
-        communicator = here.take(devices, "first", 0)
-        for rank in range(1, len(devices)):
-            assert here.take(devices, "first", rank) is communicator
-
-        for rank in range(len(devices)):
-            here.left(object(), partial(ended.append, rank), (communicator, rank))
-
-        return communicator
-
-    def test_all_ranks_of_an_opening_get_the_same_and_no_other_one_does(self):
-        here, ended, devices = Traffic(), [], ("a", "b")
-        still_open = Group(here)
-        communicator = self.kept(here, devices, ended)
-        assert here.take(devices, "second", 1) is communicator
-        another = here.take(devices, "third", 0)
-        assert another is not communicator
-        assert here.take(devices, "second", 0) is communicator
-        assert here.take(devices, "third", 1) is another
-        here.left(still_open.handle)
-        assert ended == [], "it is not closed any more"
-
-    def test_the_devices_are_the_same_in_the_same_order(self):
-        here, ended = Traffic(), []
-        still_open = Group(here)
-        communicator = self.kept(here, ("a", "b"), ended)
-        assert here.take(("b", "a"), "second", 0) is not communicator
-        here.left(still_open.handle)
-        assert ended == [0, 1]
-
-    def test_it_is_free_when_all_ranks_have_closed_it(self):
-        here, ended, devices = Traffic(), [], ("a", "b")
-        still_open = Group(here)
-        communicator = here.take(devices, "first", 0)
-        here.left(object(), partial(ended.append, 0), (communicator, 0))
-        assert here.take(devices, "second", 0) is not communicator
-        here.left(object())
-        assert here.take(devices, "third", 0) is not communicator
-        here.left(still_open.handle)
-        assert ended == [0]
-
-
-@pytest.mark.parametrize("queued", [True, False])
-def test_groups_that_are_opened_again_and_again_share_a_communicator(monkeypatch, queued):
-    """Over NCCL, that is: there a call that is queued is over for all when the group is closed."""
-    made, ended = [], []
-
-    class Counted(dist.ProcessGroupGloo):
-        def __init__(self, *args):
-            made.append(self)
-            super().__init__(*args)
-
-        def abort(self):
-            ended.append(self)
-            super().abort()
-
-    def rank(ctx):
-        with ctx.open_group("outer", backend="gloo", timeout=LIMIT) as outer:
-            for turn in range(5):
-                with outer.split([0, 1]) as one, outer.split([1, 0]) as other:
-                    mine = torch.full((2,), 10.0 * turn + ctx.rank)
-                    assert one.all_reduce(mine).tolist() == [20.0 * turn + 1] * 2
-                    assert other.all_gather(mine).tolist() == [10.0 * turn + 1] * 2 + [10.0 * turn] * 2
-
-                outer.barrier()
-                assert ended == []
-                outer.barrier()
-
-    with nccl_ranks.over_gloo():
-        monkeypatch.setattr(factory, "nccl", nccl_ranks.gloo(queued=queued))
-        monkeypatch.setattr(factory.nccl, "backend", lambda store, rank, size, *_, **__: Counted(store, rank, size))
-        run_ranks(rank, 2, 2 * LIMIT)
-
-    assert len(made) == (2 * 3 if queued else 2 * 11)
 
 
 def test_groups_of_thread_ranks_keep_their_communicators_until_the_last_is_closed(monkeypatch):

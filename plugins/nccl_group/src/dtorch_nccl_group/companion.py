@@ -34,7 +34,6 @@ from dtorch_core.declared import Declared, Result, Shapes
 from dtorch_core.joint import Offer, Task, Ticket
 from dtorch_nccl_group.endings import Endings
 from dtorch_nccl_group.messages import MessageWork
-from dtorch_nccl_group.traffic import Communicator
 
 GRACE = 2.0
 """Seconds in which the reason for an error of NCCL may arrive after it."""
@@ -51,7 +50,6 @@ class NcclCompanion(Endings):
         backend: Any,  # noqa: ANN401
         order: LaunchOrder,
         *,
-        communicator: Communicator | None,
         finish: Callable[[], None] | None,
         reap: Callable[[dist.ProcessGroup], None],
         limit: Callable[[float], None],
@@ -66,7 +64,7 @@ class NcclCompanion(Endings):
         self._splits = itertools.count()
         self._exchanges = itertools.count(1)
         self._own_store: TensorStore | None = None
-        super().__init__(ctx, stores, group, backend, communicator, finish, reap)
+        super().__init__(ctx, stores, group, backend, finish, reap)
 
     # Calls
 

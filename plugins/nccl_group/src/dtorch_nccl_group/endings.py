@@ -26,7 +26,6 @@ from dtorch_core._foreign_work import Over
 from dtorch_nccl_group import traffic
 from dtorch_nccl_group.calls import Calls
 from dtorch_nccl_group.letters import TAG, Letters, Words
-from dtorch_nccl_group.traffic import Communicator
 
 SETTLING = 0.2
 """Seconds in which kernels end whose every rank has come."""
@@ -47,7 +46,6 @@ class Endings(ABC):
         stores: tuple[TensorStore, TensorStore] | None,
         group: dist.ProcessGroup,
         backend: Any,  # noqa: ANN401
-        communicator: Communicator | None,
         finish: Callable[[], None] | None,
         reap: Callable[[dist.ProcessGroup], None],
     ) -> None:
@@ -56,14 +54,12 @@ class Endings(ABC):
             any more when a rank has given up.
         :param group: beside which this stands. It is not kept.
         :param backend: torch's ProcessGroupNCCL, to be ended.
-        :param communicator: what ``backend`` is a part of, if another group of this process may go on with it.
         :param finish: waits until all that was queued is over; None: a call is over when it was waited for.
         :param reap: waits until what is over has been seen to be, so that its peers may go.
         """
         self.talks = stores is not None
         self._stores: list[TensorStore] = list(stores or ())
         self._ctx, self._backend, self._finish = ctx, backend, finish
-        self._communicator = communicator
         self._queued = finish is not None
         self._group, self._reap = weakref.ref(group), reap
         self._serves_torch = False
@@ -131,7 +127,7 @@ class Endings(ABC):
         for store in self._stores:
             store.close()
 
-        self._last = self._backend = self._communicator = None  # the process group alone keeps what is left of it
+        self._last = self._backend = None  # the process group alone keeps what is left of it
         if self._failure is not None:
             raise self._failure
 
@@ -182,8 +178,7 @@ class Endings(ABC):
         # An abort loses nothing then. NCCL's orderly end waits for all ranks of this host, and is for those who may
         # have called what was not seen.
         orderly = self._serves_torch or not self.talks or not self._queued
-        of = (self._communicator, self._ctx.rank) if self._communicator is not None and not orderly else None
-        self._in_a_thread(lambda backend: traffic.HERE.left(self, backend.shutdown if orderly else backend.abort, of))
+        self._in_a_thread(lambda backend: traffic.HERE.left(self, backend.shutdown if orderly else backend.abort))
 
     def _abort_backend(self) -> None:
         """End the kernels."""

@@ -14,7 +14,6 @@ from dtorch_core._order import LaunchOrder
 from dtorch_nccl_group import torch_nccl as nccl
 from dtorch_nccl_group import traffic
 from dtorch_nccl_group.companion import NcclCompanion
-from dtorch_nccl_group.traffic import Communicator
 
 _lock = threading.Lock()
 _orders: dict[str, LaunchOrder] = {}
@@ -22,10 +21,9 @@ _orders: dict[str, LaunchOrder] = {}
 
 def open_process_group(ctx: BackendContext) -> dist.ProcessGroup:
     """A ``torch.distributed.ProcessGroup`` as torch makes it, connected, with this rank's device bound."""
-    communicator = _communicator(ctx)
     stores = _stores(ctx)
     try:
-        return _opened(ctx, communicator, stores)
+        return _opened(ctx, stores)
     except BaseException as error:
         for store in stores or ():
             store.abort(f"rank {ctx.rank} failed: {type(error).__name__}: {error}", died=True)
@@ -34,40 +32,21 @@ def open_process_group(ctx: BackendContext) -> dist.ProcessGroup:
         raise
 
 
-def _opened(
-    ctx: BackendContext,
-    communicator: Communicator | None,
-    stores: tuple[TensorStore, TensorStore] | None,
-) -> dist.ProcessGroup:
+def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None) -> dist.ProcessGroup:
     device = torch.device(ctx.device)
     line = dist.PrefixStore("nccl", ctx.rendezvous)
-    made = communicator.backends.get(ctx.rank) if communicator is not None else None
-    is_connected = made is not None
-    if made is None:
-        made = nccl.backend(line, ctx.rank, ctx.world_size, ctx.timeout, ctx.name, shared=_is_shared(ctx))
-
+    shared = ctx.world_size == 1 or len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1
+    made = nccl.backend(line, ctx.rank, ctx.world_size, ctx.timeout, ctx.name, shared=shared)
     group = dist.ProcessGroup(line, ctx.rank, ctx.world_size)
+    finish = partial(nccl.finish, device) if nccl.QUEUED else None
     if device.index is not None:
         group.bound_device_id = device
 
     group._register_backend(torch.device(nccl.DEVICE_TYPE), nccl.KIND, made)
     group._set_default_backend(nccl.KIND)
-    beside = NcclCompanion(
-        ctx,
-        stores,
-        group,
-        made,
-        _order(ctx),
-        communicator=communicator,
-        finish=partial(nccl.finish, device) if nccl.QUEUED else None,
-        reap=nccl.reap,
-        limit=partial(nccl.limit, made),
-    )
+    limit = partial(nccl.limit, made)
+    beside = NcclCompanion(ctx, stores, group, made, _order(ctx), finish=finish, reap=nccl.reap, limit=limit)
     accompany(group, beside)
-    if is_connected:
-        nccl.limit(made, ctx.timeout)
-        return group
-
     try:
         with traffic.HERE.making(ctx.timeout):
             nccl.connect(made, device, ctx.timeout)
@@ -76,24 +55,7 @@ def _opened(
         beside.abort(f"rank {ctx.rank} could not connect: {error}", died=True)
         raise beside.explain("connecting", error) from error
 
-    if communicator is not None:
-        communicator.backends[ctx.rank] = made
-
     return group
-
-
-def _communicator(ctx: BackendContext) -> Communicator | None:
-    """None where ranks are in several processes: these can't see which ones of the others are free."""
-    if ctx.world_size == 1 or len(ctx.topology.by_process()) > 1:
-        return None
-
-    devices = tuple(ctx.topology[rank].device for rank in range(ctx.world_size))
-    return traffic.HERE.take(devices, ctx.token, ctx.rank)
-
-
-def _is_shared(ctx: BackendContext) -> bool:
-    """This process has several ranks of the group, or may have several of the next one."""
-    return ctx.world_size == 1 or len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1
 
 
 def _stores(ctx: BackendContext) -> tuple[TensorStore, TensorStore] | None:

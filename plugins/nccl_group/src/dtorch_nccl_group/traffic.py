@@ -1,12 +1,12 @@
-"""When the communicators of one process are taken down, where ranks are threads of it, and who gets them before.
+"""When the communicators of one process are made, and when they are taken down, where ranks are threads of it.
 
 To take one down gives memory back, and CUDA waits for the kernels of a GPU, and of its peers, until it does that. Among
 them may be a kernel of another communicator that waits for the very rank which closes its group: for ever. So as long
-as ranks of this process have groups together, those that are closed are kept, and the last one takes all down. Until
-then the next group over the same GPUs goes on with them.
+as ranks of this process have groups together, those that are closed are kept, and the last one takes all down.
 
 Nor are some made while others are taken down. NCCL says that both may go on at once; sums came out wrong on two H200
-all the same, and ranks waited for each other (torch 2.11, NCCL 2.28).
+where they did (torch 2.11, NCCL 2.28). It may be that a kernel which was not over yet wrote into what its peer had given
+back, and the next communicator had got.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from dtorch_core._goodbyes import say_elsewhere
 
@@ -25,58 +23,17 @@ PATIENCE = 2.0
 """Seconds that an end waits for communicators that are being made: one whose ranks never all come is made for long."""
 
 End = Callable[[], None]
-"""Takes a rank's part of a communicator down."""
-
-
-@dataclass(eq=False)
-class Communicator:
-    """What connects some ranks of this process."""
-
-    devices: tuple[str, ...]
-    """By rank."""
-    backends: dict[int, Any] = field(default_factory=dict)
-    """torch's, by rank, once made."""
+"""Takes a communicator down."""
 
 
 class Traffic:
-    """The groups of thread ranks that are open, and the communicators of those that are closed.
-
-    Many may make communicators at once, or many take them down.
-    """
+    """Many may make communicators at once, or many take them down."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._inside = {"making": 0, "ending": 0}
         self._open: dict[object, weakref.finalize[..., object]] = {}
-        self._closed: dict[Communicator | object, dict[int, End]] = {}
-        self._taken: dict[str, tuple[Communicator, set[int]]] = {}
-        """By opening, until all its ranks have come: what they get, and who has it."""
-
-    def take(self, devices: tuple[str, ...], opening: str, rank: int) -> Communicator:
-        """The communicator of a group that is being opened, the same for all its ranks.
-
-        :param devices: of the group's ranks, all of which are threads of this process.
-        :param opening: names it; no other one has that name.
-        :returns: one whose last group every rank has closed and that has all it needs, or a new one.
-        """
-        with self._condition:
-            if opening not in self._taken:
-                self._taken[opening] = self._kept(devices) or Communicator(devices), set()
-
-            communicator, ranks = self._taken[opening]
-            ranks.add(rank)
-            if len(ranks) == len(devices):
-                del self._taken[opening]
-
-        return communicator
-
-    def _kept(self, devices: tuple[str, ...]) -> Communicator | None:
-        for kept, ends in self._closed.items():
-            if isinstance(kept, Communicator) and kept.devices == devices and len(ends) == len(devices):
-                del self._closed[kept]
-                return kept
-
-        return None
+        self._closed: list[End] = []
 
     def opened(self, handle: object, group: object) -> None:
         """A rank has a group with another rank of this process, until it has left it or forgotten ``group``.
@@ -88,13 +45,12 @@ class Traffic:
         with self._condition:
             self._open[handle] = forgotten
 
-    def left(self, handle: object, end: End | None = None, of: tuple[Communicator, int] | None = None) -> None:
+    def left(self, handle: object, end: End | None = None) -> None:
         """A rank has left a group. The communicator goes now, if no such group is open here; else with the last one.
 
         Called in daemon threads alone, for which close() waits until its deadline: NCCL sets no bound to an end.
 
         :param end: None if it is down already.
-        :param of: the communicator and the rank, if another group may go on with it.
         """
         with self._condition:
             forgotten = self._open.pop(handle, None)
@@ -102,14 +58,12 @@ class Traffic:
                 forgotten.detach()
 
             if end is not None:
-                communicator, rank = of or (handle, 0)
-                self._closed.setdefault(communicator, {})[rank] = end
+                self._closed.append(end)
 
             if self._open:
                 return
 
-            ends = [end for kept in self._closed.values() for end in kept.values()]
-            self._closed.clear()
+            ends, self._closed = self._closed, []
 
         # All at once: NCCL's orderly end waits for all ranks of a process.
         threads = [threading.Thread(target=self._end, args=(end,), name="ends NCCL", daemon=True) for end in ends]
