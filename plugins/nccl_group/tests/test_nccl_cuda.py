@@ -329,14 +329,6 @@ class TestProcesses:
         assert "rank 1 of 2 failed with ZeroDivisionError: on purpose" in out
         assert lasted < LIMIT
 
-    def test_the_end_says_nothing(self):
-        """torch's watchdog looks for errors until it has seen that a call is over: of peers that have gone, for one."""
-        done = subprocess.run(
-            [sys.executable, "-P", str(PROGRAM), "ends", *devices(2)], capture_output=True, text=True, timeout=3 * LIMIT
-        )
-        assert (done.returncode, done.stdout) == (0, "right\nright\n"), done.stderr
-        assert "ProcessGroupNCCL" not in done.stderr
-
     @pytest.mark.parametrize("backend", ["dtorch", "nccl"])
     def test_a_script_of_torchrun(self, backend):
         """The same script over torch's own backend, which it was written for."""

@@ -51,7 +51,6 @@ class NcclCompanion(Endings):
         order: LaunchOrder,
         *,
         finish: Callable[[], None] | None,
-        reap: Callable[[dist.ProcessGroup], None],
         limit: Callable[[float], None],
     ) -> None:
         """
@@ -64,7 +63,7 @@ class NcclCompanion(Endings):
         self._splits = itertools.count()
         self._exchanges = itertools.count(1)
         self._own_store: TensorStore | None = None
-        super().__init__(ctx, stores, group, backend, finish, reap)
+        super().__init__(ctx, stores, group, backend, finish)
 
     # Calls
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,9 +29,6 @@ from dtorch_nccl_group.letters import TAG, Letters, Words
 SETTLING = 0.2
 """Seconds in which kernels end whose every rank has come."""
 
-REAPING = 1.0
-"""Seconds in which torch's watchdog looks at all that is over."""
-
 Failure = Callable[[str], DtorchError]
 """Makes the error of a call that can't end well: a fresh one for each."""
 
@@ -47,7 +43,6 @@ class Endings(ABC):
         group: dist.ProcessGroup,
         backend: Any,  # noqa: ANN401
         finish: Callable[[], None] | None,
-        reap: Callable[[dist.ProcessGroup], None],
     ) -> None:
         """
         :param stores: over the same ranks: for texts and messages, and for letters; nothing is said over the first one
@@ -55,13 +50,11 @@ class Endings(ABC):
         :param group: beside which this stands. It is not kept.
         :param backend: torch's ProcessGroupNCCL, to be ended.
         :param finish: waits until all that was queued is over; None: a call is over when it was waited for.
-        :param reap: waits until what is over has been seen to be, so that its peers may go.
         """
         self.talks = stores is not None
         self._stores: list[TensorStore] = list(stores or ())
         self._ctx, self._backend, self._finish = ctx, backend, finish
         self._queued = finish is not None
-        self._group, self._reap = weakref.ref(group), reap
         self._serves_torch = False
         self._device = torch.device(ctx.device)
         self._lock = threading.Lock()
@@ -188,7 +181,10 @@ class Endings(ABC):
         finish = self._finish
         if finish is not None:
             # Who left may have done its part of what is under way: that ends well by itself, and at once.
-            _within(SETTLING, finish, f"{self._ctx.name} finishes")
+            name = f"{self._ctx.name} finishes"
+            finishing = threading.Thread(target=_quietly, args=(finish,), name=name, daemon=True)
+            finishing.start()
+            finishing.join(SETTLING)
 
         try:
             with traffic.HERE.ending():
@@ -250,9 +246,6 @@ class Endings(ABC):
             with suppress(Exception):  # however it ended: nothing is read any more
                 self._calls.wait_launched(launched, self._ctx.timeout)
                 finish()
-                group = self._group()
-                if group is not None:
-                    _within(REAPING, partial(self._reap, group), f"{self._ctx.name} reaps")
 
             self._letters.send(rank, {"settled": number})
 
@@ -288,13 +281,6 @@ class Endings(ABC):
 
     def _label(self, call: str) -> str:
         return f"group {self._ctx.name!r}, rank {self._ctx.rank}, {call}"
-
-
-def _within(seconds: float, call: Callable[[], None], name: str) -> None:
-    """``call()``, but no longer than that."""
-    thread = threading.Thread(target=_quietly, args=(call,), name=name, daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 def _quietly(call: Callable[[], None]) -> None:

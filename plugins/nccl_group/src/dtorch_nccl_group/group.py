@@ -45,7 +45,7 @@ def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None)
     group._register_backend(torch.device(nccl.DEVICE_TYPE), nccl.KIND, made)
     group._set_default_backend(nccl.KIND)
     limit = partial(nccl.limit, made)
-    beside = NcclCompanion(ctx, stores, group, made, _order(ctx), finish=finish, reap=nccl.reap, limit=limit)
+    beside = NcclCompanion(ctx, stores, group, made, _order(ctx), finish=finish, limit=limit)
     accompany(group, beside)
     try:
         with traffic.HERE.making(ctx.timeout):

@@ -88,12 +88,3 @@ def limit(made: Any, timeout: float) -> None:  # noqa: ANN401
 def finish(device: torch.device) -> None:
     """Wait on the host until all that is queued on the device is over."""
     torch.cuda.synchronize(device)
-
-
-def reap(group: dist.ProcessGroup) -> None:
-    """Wait until torch's watchdog has seen that what is over is over, which it does ten times a second.
-
-    Of a call that it has not seen to be over it says on stderr that it failed, once a peer has taken its communicator
-    down.
-    """
-    group._wait_for_pending_works()

@@ -4,9 +4,8 @@ To take one down gives memory back, and CUDA waits for the kernels of a GPU, and
 them may be a kernel of another communicator that waits for the very rank which closes its group: for ever. So as long
 as ranks of this process have groups together, those that are closed are kept, and the last one takes all down.
 
-Nor are some made while others are taken down. NCCL says that both may go on at once; sums came out wrong on two H200
-where they did (torch 2.11, NCCL 2.28). It may be that a kernel which was not over yet wrote into what its peer had given
-back, and the next communicator had got.
+Nor are some made while others are taken down, although NCCL allows it: an end waits for kernels, and who makes one waits
+for its peers.
 """
 
 from __future__ import annotations
