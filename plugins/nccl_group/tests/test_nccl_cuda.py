@@ -265,6 +265,18 @@ class TestSeveralGroups:
 
         on_ranks(body)
 
+    def test_groups_one_after_another_sum_their_own_values(self):
+        """Each has other ones, of other sizes: what an earlier communicator left in its buffers would show."""
+        for turn in range(20):
+
+            def body(group, turn=turn):
+                for call in range(12):
+                    x = part(group.rank, group.device, 1 + (7 * turn + 5 * call) % 40) * (turn + 1) + call
+                    total = part(0, "cpu", *x.shape) + part(1, "cpu", *x.shape)
+                    assert torch.equal(group.all_reduce(x).cpu(), total * (turn + 1) + 2 * call), (turn, call)
+
+            on_ranks(body)
+
     def test_calls_of_several_groups_under_way(self):
         def body(group):
             others = [group.split([0, 1]) for _ in range(2)]

@@ -4,8 +4,8 @@ To take one down gives memory back, and CUDA waits for the kernels of a GPU, and
 them may be a kernel of another communicator that waits for the very rank which closes its group: for ever. So as long
 as ranks of this process have groups together, those that are closed are kept, and the last one takes all down.
 
-Nor are some made while others are taken down, although NCCL allows it: an end waits for kernels, and who makes one waits
-for its peers.
+Nor are some made while others are taken down, although NCCL allows it: an end waits for kernels, and who makes one
+waits for its peers.
 """
 
 from __future__ import annotations
