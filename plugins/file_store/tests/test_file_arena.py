@@ -1,72 +1,26 @@
-"""Memory that processes share: blocks that never overlap and all come back, limits in words, nothing left behind."""
+"""Memory that processes share: blocks that never overlap and all come back, nothing left behind."""
 
-import errno
 import gc
 import os
-import random
-import subprocess
-import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from dtorch_file_store import headroom, segments
-from dtorch_file_store.arena import Arena, Mapping
-from dtorch_file_store.extents import GRANULE, Extents, part_size
-from dtorch_file_store.headroom import BUDGET, VARIABLE, NoRoomError
+from dtorch_file_store.arena import Arena
+from dtorch_file_store.headroom import BUDGET
 
-from dtorch_core import AbortedError, DtorchError
+from dtorch_core import AbortedError
 from dtorch_core.testing._group_base import all_dtypes, of_dtype
 
-MIB = 1 << 20
-LIMIT = 30.0
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.syspath_prepend(str(Path(__file__).parent))
+    pytest.register_assert_rewrite("file_arena_parts")
+    import file_arena_parts as parts
+    from file_arena_parts import LIMIT, MIB, numbered, peer_of, run_threads, traces
 
-
-@pytest.fixture
-def made():
-    """The segments that the arena has announced."""
-    return []
-
-
-@pytest.fixture
-def arena(made):
-    arena = Arena("store 's'", made.append)
-    yield arena
-    arena.close()
-
-
-def numbered(nbytes, start=0):
-    """Bytes that tell where they belong."""
-    return (torch.arange(nbytes) + start).remainder(251).to(torch.uint8)
-
-
-def peer_of(segment):
-    return Mapping(os.dup(segment.fd), segment.size)
-
-
-def descriptors():
-    return {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_is_there(fd)}
-
-
-def fd_is_there(fd):
-    return os.path.lexists(f"/proc/self/fd/{fd}")
-
-
-def traces():
-    """How many descriptors and mappings of shared memory this process has."""
-    gc.collect()
-    with open("/proc/self/maps") as maps:
-        mapped = sum("/memfd:dtorch" in line for line in maps)
-
-    return sum("/memfd:dtorch" in target for target in descriptors().values()), mapped
-
-
-def free_bytes(arena):
-    gc.collect()
-    with arena._mutex:
-        arena._settle()
-        return arena._extents.free_bytes()[0]
+arena, made = parts.arena, parts.made  # fixtures
 
 
 class TestBlock:
@@ -230,115 +184,6 @@ class TestGrowth:
         assert len({block.offset for block in blocks}) == 8
 
 
-class TestLimits:
-    def test_variable_limits_all_arenas_of_the_process(self, arena, monkeypatch):
-        monkeypatch.setenv(VARIABLE, str(BUDGET.held + 6 * MIB))
-        other = Arena("store 'other'", lambda segment: None)
-        kept = arena.allocate(3 * MIB)
-        with pytest.raises(NoRoomError) as caught:
-            other.allocate(3 * MIB)
-
-        text = str(caught.value)
-        assert text.startswith("store 'other': no shared memory for 3 MiB: this process holds ")
-        assert VARIABLE in text and "wait for them earlier" in text
-        assert isinstance(caught.value, DtorchError) and isinstance(caught.value, MemoryError)
-        assert other.allocate(MIB).bytes().copy_(numbered(MIB))[77] == 77  # what is left can be had
-        kept.release()
-        assert arena.allocate(3 * MIB).offset == kept.offset
-        other.close()
-
-    def test_message_says_what_is_free_and_in_how_large_pieces(self, arena, monkeypatch):
-        monkeypatch.setenv(VARIABLE, str(BUDGET.held + 4 * MIB))
-        blocks = [arena.allocate(MIB) for _ in range(4)]
-        blocks[0].release()
-        blocks[2].release()
-        with pytest.raises(NoRoomError, match="Of the 4 MiB .* in this process, 2 MiB are free, 1 MiB in one"):
-            arena.allocate(2 * MIB)
-
-    def test_idle_segments_make_room(self, arena, monkeypatch):
-        monkeypatch.setenv(VARIABLE, str(BUDGET.held + 16 * MIB))
-        for size in (6, 9, 14, 3, 16, 5):
-            arena.allocate(size * MIB).release()
-
-    @pytest.mark.parametrize("text", ["4GB", "-1", "1e9", "²"])
-    def test_variable_that_is_no_number_is_an_error(self, arena, monkeypatch, text):
-        monkeypatch.setenv(VARIABLE, text)
-        with pytest.raises(DtorchError, match=f"{VARIABLE} must be a whole number of bytes, not '{text}'"):
-            arena.allocate(10)
-
-    def test_machine_without_memory_is_said(self, arena, monkeypatch):
-        monkeypatch.setattr(headroom, "_room", lambda: iter([(100 * MIB, "this machine")]))
-        with pytest.raises(NoRoomError, match=r"for 50 MiB: this machine has 100 MiB left, of which 64 MiB stay free"):
-            arena.allocate(50 * MIB)
-
-        arena.allocate(MIB)
-
-    def test_more_than_the_machine_has_is_refused(self, arena):
-        before, held = traces(), BUDGET.held
-        with pytest.raises(NoRoomError, match="this machine has|control group"):
-            arena.allocate(1 << 45)
-
-        assert (traces(), BUDGET.held) == (before, held)
-
-    def test_memory_that_others_take_meanwhile_is_noticed(self, arena, monkeypatch):
-        looks = iter([None] * 2 + ["this machine has nothing left"] * 20)
-        monkeypatch.setattr(segments, "why_not", lambda nbytes: next(looks))
-        before, held = traces(), BUDGET.held
-        with pytest.raises(NoRoomError, match="this machine has nothing left"):
-            arena.allocate(200 * MIB)
-
-        assert (traces(), BUDGET.held) == (before, held)
-
-    @pytest.mark.parametrize(
-        ("call", "number", "text"),
-        [
-            ("memfd_create", errno.EMFILE, "no file can be made for it: Too many open files"),
-            ("ftruncate", errno.EFBIG, "the kernel refused it: File too large"),
-            ("posix_fallocate", errno.ENOSPC, "the kernel refused it: No space left on device"),
-        ],
-    )
-    def test_refusal_by_the_kernel_is_said(self, arena, monkeypatch, call, number, text):
-        def refuse(*args):
-            raise OSError(number, os.strerror(number))
-
-        before, held = traces(), BUDGET.held
-        monkeypatch.setattr(os, call, refuse)
-        with pytest.raises(NoRoomError, match=text):
-            arena.allocate(10)
-
-        monkeypatch.undo()
-        assert (traces(), BUDGET.held) == (before, held)
-        arena.allocate(10)
-
-    def test_mapping_that_the_kernel_refuses_is_said(self, arena, monkeypatch):
-        def refuse(fd, size):
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-        before, held = traces(), BUDGET.held
-        monkeypatch.setattr(segments, "_map", refuse)
-        with pytest.raises(NoRoomError, match="the kernel refused it: Cannot allocate memory"):
-            arena.allocate(10)
-
-        assert (traces(), BUDGET.held) == (before, held)
-
-    def test_control_group_is_read(self, tmp_path):
-        inner = tmp_path / "outer" / "inner"
-        inner.mkdir(parents=True)
-        (inner / "memory.max").write_text("max\n")
-        (inner / "memory.current").write_text("5\n")
-        (inner.parent / "memory.max").write_text(f"{100 * MIB}\n")
-        (inner.parent / "memory.current").write_text(f"{70 * MIB}\n")
-        (inner.parent / "memory.stat").write_text(f"anon 7\ninactive_file {20 * MIB}\n")
-        found = list(headroom._room_above(tmp_path, "/outer/inner", "memory.max", "memory.current"))
-        assert found == [(50 * MIB, f"the control group {inner.parent}")]
-
-    @pytest.mark.parametrize(
-        ("nbytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (3 << 29, "1.5 GiB")]
-    )
-    def test_sizes_are_written_in_one_way(self, nbytes, text):
-        assert headroom.size_text(nbytes) == text
-
-
 class TestTrim:
     def test_pages_of_an_idle_segment_go_back_and_return(self, arena, made):
         held = BUDGET.held
@@ -409,202 +254,6 @@ class TestClose:
         assert (traces(), BUDGET.held) == (before, held)
 
 
-class TestMapping:
-    def test_another_process_sees_what_is_written_and_writes_itself(self, arena, made):
-        tensor = arena.empty((1000,), torch.int64).copy_(torch.arange(1000))
-        block, offset = arena.locate(tensor)
-        code = (
-            "import sys, torch\n"
-            "from dtorch_file_store.arena import Mapping\n"
-            "fd, size, offset = map(int, sys.argv[1:])\n"
-            "memory = Mapping(fd, size).bytes(offset, 8000).view(torch.int64)\n"
-            "assert memory.tolist() == list(range(1000))\n"
-            "memory.mul_(3)\n"
-        )
-        arguments = [str(made[0].fd), str(made[0].size), str(block.offset + offset)]
-        command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
-        done = subprocess.run(command, pass_fds=[made[0].fd], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert tensor.tolist() == list(range(0, 3000, 3))
-
-    def test_segment_can_be_neither_shortened_nor_lengthened(self, arena, made):
-        arena.allocate(10)
-        fd = os.dup(made[0].fd)
-        for size in (0, made[0].size + 4096):
-            with pytest.raises(PermissionError):
-                os.ftruncate(fd, size)
-
-        os.close(fd)
-
-    def test_bytes_outside_are_refused(self, arena, made):
-        arena.allocate(10)
-        peer = peer_of(made[0])
-        for offset, nbytes in ((0, peer.size + 1), (peer.size, 1), (-1, 10), (10, -1)):
-            with pytest.raises(DtorchError, match="are outside of a peer's 4 MiB of shared memory"):
-                peer.bytes(offset, nbytes)
-
-        assert peer.bytes(peer.size, 0).shape == (0,)
-
-    def test_closed_mapping_gives_nothing(self, arena, made):
-        arena.allocate(10)
-        peer = peer_of(made[0])
-        peer.close()
-        with pytest.raises(DtorchError, match="outside"):
-            peer.bytes(0, 10)
-
-    def test_what_is_no_sealed_segment_is_refused_and_closed(self, tmp_path):
-        def unsealed():
-            fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, MIB)
-            return fd
-
-        def file():
-            fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-            os.ftruncate(fd, MIB)
-            return fd
-
-        for make in (unsealed, file):
-            fd = make()
-            with pytest.raises(DtorchError, match="a peer's shared memory of 1 MiB"):
-                Mapping(fd, MIB)
-
-            with pytest.raises(OSError, match="Bad file descriptor"):
-                os.fstat(fd)
-
-    def test_segment_of_another_size_is_refused(self, arena, made):
-        arena.allocate(10)
-        with pytest.raises(DtorchError, match="a peer's shared memory of 8 MiB"):
-            Mapping(os.dup(made[0].fd), 8 * MIB)
-
-
-class TestMany:
-    def test_random_use_by_threads_overlaps_nowhere_and_all_comes_back(self, arena):
-        errors = []
-
-        def work(seed):
-            rng = random.Random(seed)
-            held = []
-            for step in range(400):
-                if held and rng.random() < 0.48:
-                    block, values = held.pop(rng.randrange(len(held)))
-                    if not torch.equal(block.bytes(), values):
-                        errors.append((seed, step, block.offset))
-
-                    block.release()
-                else:
-                    nbytes = rng.choice([1, 64, 65, 1000, 4096, rng.randrange(1, 200_000)])
-                    block = arena.allocate(nbytes)
-                    values = numbered(nbytes, rng.randrange(251))
-                    block.bytes().copy_(values)
-                    held.append((block, values))
-
-            for block, _ in held:
-                block.release()
-
-        run_threads([lambda seed=seed: work(seed) for seed in range(4)])
-        assert errors == []
-        assert free_bytes(arena) == sum(segment.size for segment in arena.segments)
-        assert len(arena._extents._sizes) == len(arena.segments)  # joined to whole segments again
-
-    def test_tensors_dropped_by_other_threads_come_back(self, arena):
-        tensors = [arena.empty((500,), torch.float32) for _ in range(200)]
-        parts = [tensors[part::4] for part in range(4)]
-        tensors.clear()
-        run_threads([part.clear for part in parts])
-        assert free_bytes(arena) == sum(segment.size for segment in arena.segments)
-
-    def test_tensor_dropped_while_this_thread_is_at_work_in_the_arena_is_no_deadlock(self, arena):
-        tensors = [arena.empty((100,), torch.float32)]
-
-        def work():
-            with arena._mutex:  # as when the garbage collector runs in the middle of an allocation
-                tensors.clear()
-
-        run_threads([work])
-        assert free_bytes(arena) == 4 * MIB
-
-    def test_garbage_collection_in_the_middle_of_an_allocation_is_no_deadlock(self, arena):
-        class Cycle:
-            def __init__(self, tensor):
-                self.tensor, self.me = tensor, self
-
-        def work():
-            for _ in range(300):
-                Cycle(arena.empty((100,), torch.float32))
-                arena.allocate(100).release()
-
-        before = gc.get_threshold()
-        gc.set_threshold(1)
-        try:
-            run_threads([work, work])
-        finally:
-            gc.set_threshold(*before)
-
-        assert free_bytes(arena) == sum(segment.size for segment in arena.segments)
-
-    def test_five_thousand_blocks(self, arena, made):
-        blocks = [arena.allocate(3000) for _ in range(5000)]
-        places = sorted((block.segment, block.offset) for block in blocks)
-        assert all(a != b or y - x >= 3000 for (a, x), (b, y) in zip(places, places[1:], strict=False))
-        assert len(made) <= 4
-        for block in blocks:
-            block.release()
-
-        assert free_bytes(arena) == sum(segment.size for segment in made)
-
-
-class TestExtents:
-    def test_parts_hold_what_is_asked_and_little_more(self):
-        sizes = [*range(1, 5000), *(2**power + more for power in range(12, 33) for more in (-1, 0, 1))]
-        for nbytes in sizes:
-            size = part_size(nbytes)
-            assert nbytes <= size and size % GRANULE == 0
-            assert size - nbytes < max(64, nbytes / 8) and size - nbytes < 1 << 16
-            assert part_size(size) == size
-
-    def test_random_use_agrees_with_a_map_of_every_granule(self):
-        rng = random.Random(7)
-        total = 200
-        extents = Extents()
-        extents.give(0, 0, total * GRANULE)
-        taken = {}
-        for _ in range(5000):
-            if taken and rng.random() < 0.5:
-                start = rng.choice(list(taken))
-                extents.give(0, start * GRANULE, taken.pop(start) * GRANULE)
-            else:
-                count = rng.choice([1, 2, 3, 10, 40])
-                used = {granule for start, length in taken.items() for granule in range(start, start + length)}
-                place = extents.take(count * GRANULE)
-                if place is None:
-                    runs = "".join("x" if granule in used else "." for granule in range(total))
-                    assert "." * count not in runs
-                else:
-                    start = place[1] // GRANULE
-                    assert used.isdisjoint(range(start, start + count)) and start + count <= total
-                    taken[start] = count
-
-        for start, count in taken.items():
-            extents.give(0, start * GRANULE, count * GRANULE)
-
-        assert extents.free_bytes() == (total * GRANULE, total * GRANULE)
-
-    def test_part_of_another_segment_is_no_neighbour(self):
-        extents = Extents()
-        extents.give(0, 0, 64)
-        extents.give(1, 64, 64)
-        assert extents.take(128) is None
-
-    def test_segment_is_withdrawn_only_if_all_of_it_is_free(self):
-        extents = Extents()
-        extents.give(3, 0, 256)
-        assert extents.take(64) == (3, 0)
-        assert not extents.withdraw(3, 256)
-        extents.give(3, 0, 64)
-        assert extents.withdraw(3, 256)
-        assert extents.take(64) is None
-
-
 class TestCost:
     def test_reused_block_costs_microseconds(self, arena):
         arena.allocate(1000).release()
@@ -620,23 +269,3 @@ def fastest(call):
         times.append(time.perf_counter() - start)
 
     return min(times)
-
-
-def run_threads(bodies):
-    errors = []
-
-    def guarded(body):
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
-    for thread in threads:
-        thread.start()
-
-    for thread in threads:
-        thread.join(LIMIT)
-
-    assert not any(thread.is_alive() for thread in threads)
-    assert errors == []
