@@ -2,20 +2,20 @@
 
 import multiprocessing
 import os
-import signal
-import subprocess
 import sys
-import textwrap
-import threading
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 
-from dtorch_core import _passed_signals
 from dtorch_core.cli import main
 
-LIMIT = 60.0
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.syspath_prepend(str(Path(__file__).parent))
+    import script_runs
+
+run = script_runs.run
 
 NCCL_NAMES = [
     name
@@ -23,51 +23,6 @@ NCCL_NAMES = [
     if metadata.entry_points(group="torch.distributed.backends", name=name)
 ]
 """What torch has besides ``nccl``, since 2.14."""
-
-BEGIN = """
-import os, signal, sys, threading, time
-import torch
-import torch.distributed as dist
-
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-"""
-
-
-def state():
-    """What a run changes in its process."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
-    return {
-        "arguments": list(sys.argv),
-        "path": list(sys.path),
-        "environment": dict(os.environ),
-        "class": type(os.environ),
-        "main": sys.modules["__main__"],
-        "handlers": [signal.getsignal(number) for number in numbers],
-        "functions": [signal.signal, signal.getsignal, threading.Thread.start],
-        "c10d": [torch.distributed.distributed_c10d.rendezvous, torch.distributed.distributed_c10d._world],
-        "name": torch.distributed.get_backend,
-    }
-
-
-@pytest.fixture
-def run(tmp_path, capfd):
-    """Run a script in this process, on the CPU where none is said: the status, and the lines of stdout and stderr."""
-
-    def run(body, *options, arguments=(), nproc=2, begin=BEGIN):
-        if "--device" not in options:
-            options = "--device", "cpu", *options
-
-        script = tmp_path / "script.py"
-        script.write_text(begin + textwrap.dedent(body))
-        before = state()
-        capfd.readouterr()
-        status = main(["run", "--nproc", str(nproc), *options, str(script), *arguments])
-        captured = capfd.readouterr()
-        after = state()
-        assert [name for name in before if before[name] != after[name]] == []
-        return status, sorted(captured.out.splitlines()), captured.err.splitlines()
-
-    return run
 
 
 class TestScript:
@@ -294,211 +249,3 @@ class TestScript:
         """
         method = multiprocessing.get_start_method(allow_none=True)
         assert run(body, "--ranks-as", "processes", nproc=1)[:2] == (0, [f"[rank 0] {method}"])
-
-
-class TestOutput:
-    def test_lines_are_whole_and_labelled(self, run):
-        body = """
-        dist.init_process_group("gloo")
-        for number in range(50):
-            print("a", end=" ", flush=True)
-            dist.barrier()
-            print("b", rank, number)
-
-        thread = threading.Thread(target=lambda: print("helper"))
-        thread.start()
-        thread.join()
-        sys.stdout.write("two\\nlines\\n")
-        print("10 %\\r20 %", end="\\r30 %")
-        """
-        _, out, _ = run(body)
-        for rank in range(2):
-            own = [line for line in out if line.startswith(f"[rank {rank}] ")]
-            rest = [f"[rank {rank}] {text}" for text in ("helper", "two", "lines", "30 %")]
-            assert sorted(own) == sorted([*(f"[rank {rank}] a b {rank} {number}" for number in range(50)), *rest])
-
-        assert len(out) == 108
-
-    def test_errors_are_labelled_as_well(self, run):
-        status, out, err = run("print('bad', rank, file=sys.stderr)")
-        assert (status, out, sorted(err)) == (0, [], ["[rank 0] bad 0", "[rank 1] bad 1"])
-
-
-class TestFailure:
-    def test_the_first_failure_ends_all_with_its_traceback(self, run):
-        body = """
-        dist.init_process_group("gloo")
-        dist.barrier()
-        if rank == 1:
-            raise ValueError("no")
-
-        dist.barrier()
-        print("not reached")
-        """
-        status, out, err = run(body, nproc=3)
-        assert (status, out) == (1, [])
-        assert "dtorch run: rank 1 of 3 failed with ValueError: no" in err
-        assert any("script.py" in line and "line 11" in line for line in err) and "ValueError: no" in err
-
-    @pytest.mark.parametrize(
-        ("code", "status"), [("", 0), ("0", 0), ("None", 0), ("7", 7), ("'text'", 1), ("256 + 3", 3), ("True", 1)]
-    )
-    def test_exit_status_is_the_scripts(self, run, code, status):
-        assert run(f"sys.exit({code})")[0] == status
-
-    def test_a_script_that_is_not_there_is_refused(self, capfd):
-        assert main(["run", "nonesuch.py"]) == 2
-        assert "dtorch run: error: there is no file 'nonesuch.py'" in capfd.readouterr().err
-
-    @pytest.mark.parametrize("name", ["nosuch.module", "./script.py", "", "__main__"])
-    def test_a_module_that_is_not_there_is_refused(self, capfd, name):
-        assert main(["run", "-m", name]) == 2
-        shown = name.partition(".")[0] or name
-        assert f"dtorch run: error: there is no module {shown!r}, neither installed nor in" in capfd.readouterr().err
-
-    def test_a_backend_that_is_not_there_is_refused(self, capfd):
-        assert main(["run", "--nccl-as", "samedevise", __file__]) == 2
-        assert "there is no group backend 'samedevise'. Did you mean 'samedevice'?" in capfd.readouterr().err
-
-    def test_a_script_that_is_no_python_is_its_ranks_failure(self, run):
-        status, _, err = run("", begin="x = = 3\n")
-        assert status == 1 and any("SyntaxError" in line for line in err)
-
-
-class TestSignals:
-    def test_handlers_are_each_ranks(self, run):
-        body = """
-        heard, before = threading.Event(), signal.getsignal(signal.SIGUSR1)
-
-        def handler(number, frame):
-            print("heard", rank, os.environ["RANK"], number == signal.SIGUSR1)
-            heard.set()
-
-        assert signal.signal(signal.SIGUSR1, handler) is before
-        assert signal.getsignal(signal.SIGUSR1) is handler
-        dist.init_process_group("gloo")
-        dist.barrier()
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-        assert heard.wait(30)
-        """
-        assert run(body)[:2] == (0, ["[rank 0] heard 0 0 True", "[rank 1] heard 1 1 True"])
-
-    def test_an_interrupt_ends_all(self, run):
-        body = """
-        dist.init_process_group("gloo")
-        dist.barrier()
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-
-        dist.send(torch.zeros(1), dst=1 - rank)
-        dist.recv(torch.zeros(1), src=1 - rank, tag=5)
-        print("not reached")
-        """
-        assert run(body)[:2] == (130, [])
-
-    @pytest.mark.parametrize("handled", [True, False])
-    def test_a_signal_reaches_ranks_that_are_processes(self, tmp_path, handled):
-        text = """
-            import os, signal, torch, torch.distributed as dist
-            stop = []
-            if HANDLED:
-                signal.signal(signal.SIGUSR1, lambda number, frame: print("heard", flush=True))
-                signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
-            dist.init_process_group()
-            dist.barrier()
-            print("ready", flush=True)
-            while True:
-                stops = torch.tensor([len(stop)])
-                dist.all_reduce(stops)
-                if stops:
-                    break
-        """
-        script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(text).replace("HANDLED", repr(handled)))
-        command = [sys.executable, "-m", "dtorch_core", "run", "--nproc", "2", "--ranks-as", "processes", str(script)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
-            alarm = threading.Timer(LIMIT, started.kill)
-            alarm.start()
-            try:
-                assert {started.stdout.readline() for _ in range(2)} == {"[rank 0] ready\n", "[rank 1] ready\n"}
-                if handled:
-                    started.send_signal(signal.SIGUSR1)
-                    assert {started.stdout.readline() for _ in range(2)} == {"[rank 0] heard\n", "[rank 1] heard\n"}
-
-                started.send_signal(signal.SIGTERM)
-                _, err = started.communicate()
-            finally:
-                alarm.cancel()
-                started.kill()
-
-        if handled:
-            assert started.returncode == 0, err
-        else:
-            assert started.returncode == 128 + signal.SIGTERM
-            assert "SIGTERM" in err
-
-    def test_a_signal_that_comes_late_kills_no_rank_that_has_a_handler(self, tmp_path):
-        """A peer may have ended because of it; and Python takes handlers back while it ends."""
-        text = f"""
-        import atexit, os, signal, threading
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
-        rank = threading.current_thread()
-
-        def late():
-            rank.join()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        threading.Thread(target=late).start()
-        left = {str(tmp_path / "left")!r}
-        atexit.register(lambda: open(left, "w").write(f"{{signal.getsignal(signal.SIGTERM)!r}}"))
-        """
-        script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(text))
-        command = [sys.executable, "-m", "dtorch_core", "run", "--nproc", "1", "--ranks-as", "processes", str(script)]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-        assert ran.returncode == 0, ran.stderr
-        assert "SIG_IGN" in (tmp_path / "left").read_text()
-
-    def test_a_signal_that_ranks_have_handled_is_not_the_status(self, tmp_path):
-        text = """
-        import signal, sys, threading
-        heard = threading.Event()
-        signal.signal(signal.SIGUSR1, lambda number, frame: heard.set())
-        print("ready", flush=True)
-        sys.exit(3 if heard.wait(30) else 4)
-        """
-        script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(text))
-        command = [sys.executable, "-m", "dtorch_core", "run", "--nproc", "1", "--ranks-as", "processes", str(script)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
-            alarm = threading.Timer(LIMIT, started.kill)
-            alarm.start()
-            try:
-                assert started.stdout.readline() == "[rank 0] ready\n"
-                started.send_signal(signal.SIGUSR1)
-                _, err = started.communicate()
-            finally:
-                alarm.cancel()
-                started.kill()
-
-        assert started.returncode == 3, err
-
-    def test_a_signal_before_any_process_is_started_does_what_it_did(self):
-        heard = []
-        before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
-        try:
-            with _passed_signals.passed_on() as passed:
-                os.kill(os.getpid(), signal.SIGUSR1)
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-
-        assert heard == passed == [signal.SIGUSR1]
-
-    def test_a_signal_that_nobody_handles_ends_the_process(self, tmp_path):
-        text = "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)\n"
-        (tmp_path / "script.py").write_text(f"{text}time.sleep(60)")
-        command = [sys.executable, "-W", "ignore:Failed to initialize NumPy", "-m", "dtorch_core", "run", "script.py"]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=LIMIT)
-        assert ended.returncode == -signal.SIGTERM
