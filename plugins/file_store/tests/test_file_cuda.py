@@ -1,7 +1,7 @@
 """CUDA tensors between processes that share a GPU: the four steps, messages and collectives.
 
-The programs that the ranks run are in ``file_cuda_ranks.py``: to start a process and to begin CUDA takes seconds, so
-each team of processes runs them all, one after the other.
+The programs that the ranks run are in ``file_cuda_store_programs.py`` and ``file_cuda_group_programs.py``: to start a
+process and to begin CUDA takes seconds, so each team of processes runs them all, one after the other.
 """
 
 import importlib
