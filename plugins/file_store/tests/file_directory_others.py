@@ -9,7 +9,8 @@ import sys
 import tempfile
 
 import pytest
-from dtorch_file_store.directory import VARIABLE, SessionDirectory
+from dtorch_file_store.directory import SessionDirectory
+from dtorch_file_store.places import VARIABLE
 
 LIMIT = 30.0
 

@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from dtorch_file_store import directory, headroom, reach
-from dtorch_file_store.directory import VARIABLE, ProcessInfo, SessionDirectory, clean_dead, report, sessions
+from dtorch_file_store import headroom, places, reach
+from dtorch_file_store.directory import ProcessInfo, SessionDirectory, clean_dead, report, sessions
+from dtorch_file_store.places import VARIABLE
 
 from dtorch_core import DtorchError, _catalogue
 from dtorch_core.cli import main
@@ -58,17 +59,17 @@ class TestFolder:
     def test_place_comes_from_the_environment(self, base, monkeypatch, tmp_path):
         tmp_path.chmod(0o700)
         monkeypatch.setenv(VARIABLE, "")
-        assert directory._base() == os.path.join(tempfile.gettempdir(), f"dtorch-{os.geteuid()}")
+        assert places.place_for_new() == os.path.join(tempfile.gettempdir(), f"dtorch-{os.geteuid()}")
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-        assert directory._base() == str(tmp_path / "dtorch")
+        assert places.place_for_new() == str(tmp_path / "dtorch")
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
-        assert directory._base() == os.path.join(tempfile.gettempdir(), f"dtorch-{os.geteuid()}")
+        assert places.place_for_new() == os.path.join(tempfile.gettempdir(), f"dtorch-{os.geteuid()}")
 
     def test_runtime_folder_of_another_user_is_not_taken(self, base, monkeypatch, tmp_path):
         monkeypatch.setenv(VARIABLE, "")
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        assert str(tmp_path) not in directory._base()
+        assert str(tmp_path) not in places.place_for_new()
 
 
 class TestClose:

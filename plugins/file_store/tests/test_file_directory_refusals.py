@@ -6,7 +6,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from dtorch_file_store.directory import VARIABLE, SessionDirectory, report, sessions
+from dtorch_file_store.directory import SessionDirectory, report, sessions
+from dtorch_file_store.places import VARIABLE
 
 from dtorch_core import DtorchError
 

@@ -11,21 +11,17 @@ import fcntl
 import json
 import os
 import re
-import stat
-import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import SystemRandom
 from typing import Any
 
 from dtorch_core._text import count
 from dtorch_core.errors import DtorchError
-
-VARIABLE = "DTORCH_SESSION_DIR"
-"""Where the sessions of this user are kept."""
+from dtorch_file_store.places import VARIABLE, candidates, check_own, made_or_said, own_places, place_for_new
 
 LONGEST = 107
 """Bytes in the path of a UNIX socket."""
@@ -86,16 +82,16 @@ class SessionDirectory:
         if not _TOKEN.fullmatch(token):
             raise DtorchError(f"{token!r} is no name of a session")
 
-        self.base = _base()
+        self.base = place_for_new()
         self.path = os.path.join(self.base, token)
         self._index = index
         self.socket_path(index)  # too long a path is seen before anything is made
-        with _made_or_said(self.base):
+        with made_or_said(self.base):
             os.makedirs(self.base, mode=0o700, exist_ok=True)
 
-        _check_own(self.base)
+        check_own(self.base)
         said = {"pid": os.getpid(), "started": time.time(), **about}
-        with _made_or_said(self.path):
+        with made_or_said(self.path):
             self._lock = self._join(json.dumps(said).encode())
 
         _open.add(self)
@@ -173,12 +169,12 @@ class SessionDirectory:
 
 def sessions() -> list[SessionInfo]:
     """The sessions of this user, live and dead."""
-    return [_look(os.path.join(base, token), token) for base in _places() for token in _tokens(base)]
+    return [_look(os.path.join(base, token), token) for base in own_places() for token in _tokens(base)]
 
 
 def clean_dead() -> list[SessionInfo]:
     """Remove the folders of sessions none of whose processes lives; those that were removed."""
-    for base in _places():
+    for base in own_places():
         for name in os.listdir(base):
             _remove_unnamed(base, name)
 
@@ -187,11 +183,11 @@ def clean_dead() -> list[SessionInfo]:
 
 def report() -> list[str]:
     """Lines for ``dtorch doctor``; what is dead is removed."""
-    base = _base()
+    base = place_for_new()
     if os.path.lexists(base):
-        _check_own(base)
+        check_own(base)
     else:  # as an opening would
-        with _made_or_said(base):
+        with made_or_said(base):
             os.makedirs(base, mode=0o700, exist_ok=True)
 
     lines = [f"removed: session {session}" for session in clean_dead()]
@@ -199,63 +195,7 @@ def report() -> list[str]:
         state = "live" if session.alive else f"dead, and can't be removed from {session.path}"
         lines.append(f"{state}: session {session}")
 
-    return lines or [f"no session of this user in {' or '.join(_candidates())}"]
-
-
-def _candidates() -> list[str]:
-    """Where sessions may be, the place for new ones first."""
-    own = os.environ.get(VARIABLE, "").strip()
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "").strip()
-    shared = os.path.join(tempfile.gettempdir(), f"dtorch-{os.geteuid()}")
-    places = [os.path.abspath(own)] if own else []
-    # It may name the folder of somebody else, after su, or none at all, in a container.
-    if runtime and os.path.isabs(runtime) and os.path.isdir(runtime) and os.stat(runtime).st_uid == os.geteuid():
-        places.append(os.path.join(runtime, "dtorch"))
-
-    return [*places, shared]
-
-
-def _base() -> str:
-    return _candidates()[0]
-
-
-def _places() -> Iterator[str]:
-    """Those of the candidates that are there, and ours."""
-    for base in _candidates():
-        with contextlib.suppress(OSError, DtorchError):
-            _check_own(base)
-            yield base
-
-
-def _check_own(path: str) -> None:
-    """:raises DtorchError: if it is no folder of this user's, or others may write to it."""
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode):
-        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no folder"
-        raise DtorchError(f"the folder for sessions, {path}, is {what}: remove it, or set {VARIABLE} to another place")
-
-    if found.st_uid != os.geteuid():
-        raise DtorchError(
-            f"the folder for sessions, {path}, belongs to the user with id {found.st_uid}, and this process is of "
-            f"{os.geteuid()}: set {VARIABLE} to a folder of your own"
-        )
-
-    if found.st_mode & 0o022:
-        raise DtorchError(
-            f"others may write to the folder for sessions, {path} (mode {stat.S_IMODE(found.st_mode):o}): "
-            f"chmod 700 it, or set {VARIABLE} to another place"
-        )
-
-
-@contextlib.contextmanager
-def _made_or_said(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DtorchError(
-            f"the folder for sessions, {path}, can't be made or written: {error.strerror}; set {VARIABLE} to a folder "
-            f"on a disk that has room and can be written"
-        ) from None
+    return lines or [f"no session of this user in {' or '.join(candidates())}"]
 
 
 def _tokens(base: str) -> list[str]:
