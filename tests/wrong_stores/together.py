@@ -1,0 +1,67 @@
+"""Stores whose ranks do not wait for each other as they should: timeouts, barriers and resets."""
+
+import contextlib
+import threading
+
+from dtorch_memory_store.store import MemoryTensorStore
+
+import dtorch_core
+from dtorch_core import StoreTimeoutError
+
+from .base import HANG, PATIENCE, wrong
+
+
+@wrong("test_barrier_lets_nobody_through_early")
+class LetsThroughEarly(MemoryTensorStore):
+    def barrier(self, *, timeout=None):
+        pass
+
+
+@wrong("test_timeout_ends_the_wait_and_says_who_has_not_come[get-to the call]")
+class IgnoresItsTimeout(MemoryTensorStore):
+    def dest_get(self, key, *, stream=None, timeout=None):
+        return super().dest_get(key, stream=stream)
+
+
+@wrong("test_timeout_ends_the_wait_and_says_who_has_not_come[barrier-to the call]")
+class NamesNobody(MemoryTensorStore):
+    def barrier(self, *, timeout=None):
+        try:
+            super().barrier(timeout=timeout)
+        except StoreTimeoutError:
+            raise StoreTimeoutError("too late") from None
+
+
+@wrong("test_get_can_be_retried_after_a_timeout")
+class LosesTheShareOfALateConsumer(MemoryTensorStore):
+    """The wait that was given up goes on, and takes what comes."""
+
+    def dest_get(self, key, *, stream=None, timeout=None):
+        try:
+            return super().dest_get(key, stream=stream, timeout=timeout)
+        except StoreTimeoutError:
+            threading.Thread(target=self._take, args=(key,), daemon=True).start()
+            raise
+
+    def _take(self, key):
+        with contextlib.suppress(dtorch_core.DtorchError):
+            super().dest_get(key, timeout=PATIENCE)
+
+
+@wrong("test_reset_drops_every_key")
+class DropsNothing(MemoryTensorStore):
+    def reset(self, *, timeout=None):
+        self.barrier(timeout=timeout)
+
+
+@wrong("test_reset_is_collective")
+class ResetsAlone(MemoryTensorStore):
+    def reset(self, *, timeout=None):
+        with self._session.presence.mutex:
+            self._session.keys._keys.clear()
+
+
+@wrong("test_reset_wakes_pending_waits[get]")
+class HangsInReset(MemoryTensorStore):
+    def reset(self, *, timeout=None):
+        threading.Event().wait(HANG)
