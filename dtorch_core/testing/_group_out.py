@@ -22,6 +22,12 @@ MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "requires_grad": lambda wanted: torch.full_like(wanted, -1).requires_grad_(),
 }
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "conjugate": Tensor.conj,
+    "negative": torch._neg_view,
+    "conjugate and negative": lambda memory: torch._neg_view(memory.conj()),
+}
+
 
 class OutTests(GroupConformance):
     """The result is in it, and it is what is returned."""
@@ -41,6 +47,35 @@ class OutTests(GroupConformance):
             else:
                 assert got is out
                 assert same(out, wanted)
+
+        self.ranks(body, 2, device)
+
+    @TAKES_OUT
+    @pytest.mark.parametrize("view", VIEWS)
+    def test_out_may_be_a_view_whose_memory_has_other_values(
+        self, view: str, collective: Collective, device: str
+    ) -> None:
+        def body(group: ThreadGroup) -> None:
+            xs = [torch.complex(coded(rank, (4, 2)), coded(rank + 7, (4, 2))).to(group.device) for rank in range(2)]
+            wanted = collective.wanted(xs, group.rank)
+            out = VIEWS[view](torch.zeros_like(xs[0] if wanted is None else wanted))
+            collective.call(group, xs[group.rank], out=out if group.rank == 1 else None)
+            if group.rank == 1:
+                assert same(out, wanted)
+
+        self.ranks(body, 2, device)
+
+    @pytest.mark.parametrize("view", VIEWS)
+    @pytest.mark.parametrize("op", ["all_reduce", "broadcast", "reduce"])
+    def test_input_that_is_such_a_view_may_be_out(self, op: str, view: str, device: str) -> None:
+        (collective,) = [c for c in COLLECTIVES if c.name == op]
+
+        def body(group: ThreadGroup) -> None:
+            xs = [torch.complex(coded(rank), coded(rank + 7)).to(group.device) for rank in range(2)]
+            wanted = collective.wanted(xs, group.rank)
+            x = VIEWS[view](torch.empty_like(xs[0])).copy_(xs[group.rank])
+            collective.call(group, x, out=x)
+            assert same(x, xs[group.rank] if wanted is None else wanted)
 
         self.ranks(body, 2, device)
 

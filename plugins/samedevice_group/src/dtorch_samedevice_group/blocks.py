@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import copy_into
 from dtorch_core._memory import same_place
 
 BLOCK_BYTES = 512 * 1024
@@ -58,7 +59,11 @@ def copies(targets: Tensors, sources: Tensors) -> Sequence[Task]:
     """Copy each source to its target, as :func:`share` does jobs."""
     if sum([target.nbytes for target in targets]) <= ALONE_BYTES // 2 and targets and targets[0].is_cpu:
         with _inference(True):
-            torch._foreach_copy_(targets, sources)  # one call: each lets the GIL go, and has to get it back
+            try:
+                torch._foreach_copy_(targets, sources)  # one call: each lets the GIL go, and has to get it back
+            except RuntimeError:  # it takes no conjugate and negative views as targets, and not every dtype
+                for target, source in zip(targets, sources, strict=True):
+                    copy_into(target, source)
 
         return ()
 
@@ -97,4 +102,4 @@ def _do(do: Callable[[Job], None], job: Job) -> None:
 def _copy(job: Job) -> None:
     source = job[0]
     for target in job[1:]:
-        target.copy_(source)
+        copy_into(target, source)

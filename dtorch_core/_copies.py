@@ -1,0 +1,62 @@
+"""Copies between tensors of one dtype, also of those that torch has only the name of.
+
+Torch makes them where it can. What it can't copy (whole numbers of fewer than 8 bits; half-precision complex views that
+are both negative and conjugate) it refuses before it writes anything: only then is another way taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: what is copied in place of it."""
+
+
+def copy_into(target: Tensor, source: Tensor) -> Tensor:
+    """``target.copy_(source)``; they have one dtype."""
+    try:
+        return target.copy_(source)
+    except NotImplementedError:
+        return _by_another_way(target, source)
+
+
+def cloned(tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    """``tensor.clone()``; contiguous where torch has no way to make it."""
+    try:
+        return tensor.clone(memory_format=memory_format)
+    except NotImplementedError:
+        return _by_another_way(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), tensor)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same values, contiguous, without bits that say how to read them; the tensor itself where it is that."""
+    try:
+        return tensor.resolve_conj().resolve_neg().contiguous()
+    except NotImplementedError:
+        return cloned(tensor, torch.contiguous_format)
+
+
+def _by_another_way(target: Tensor, source: Tensor) -> Tensor:
+    if source.dtype != target.dtype:
+        raise NotImplementedError(f"{source.dtype} can't be converted to {target.dtype}")
+
+    if not source.is_complex():
+        carrier = _CARRIERS[source.element_size()]
+        target.view(carrier).copy_(source.view(carrier))
+        return target
+
+    # The bits are of views. What the target's say of its memory can as well be said of the source.
+    bare = target
+    if bare.is_conj():
+        bare, source = bare.conj(), source.conj()
+
+    if bare.is_neg():
+        bare, source = torch._neg_view(bare), torch._neg_view(source)
+
+    if source.is_conj() and source.is_neg():
+        bare.copy_(source.conj()).conj_physical_()  # one after the other
+    else:
+        bare.copy_(source)
+
+    return target
