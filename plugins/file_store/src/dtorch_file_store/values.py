@@ -52,10 +52,10 @@ class Value(ABC):
 
 
 class OwnValue(Value):
-    """A CPU tensor of this process. Ranks of this process get the tensor itself."""
+    """A CPU tensor of this process. Ranks of this process get the tensor itself: of its storage, its own bytes."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._tensor = own_bytes(tensor)
 
     def describe(self) -> Any:  # noqa: ANN401
         return None  # there is no other node
@@ -153,7 +153,7 @@ def own_value(tensor: Tensor, arena: Arena, *, shared: bool, writable: bool) -> 
     :param shared: there are other nodes.
     """
     if not shared:
-        return OwnValue(own_bytes(tensor))
+        return OwnValue(tensor)
 
     if (tensor.nbytes > INLINE_BYTES or writable) and tensor.numel():
         return SharedValue(tensor, arena, writable)
