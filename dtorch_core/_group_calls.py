@@ -22,7 +22,7 @@ from dtorch_core._selector import spec_of
 from dtorch_core._shapes import Shape, describe
 from dtorch_core._text import did_you_mean, rank_list
 from dtorch_core._work import Record, Started, Work
-from dtorch_core.checks import check_tensor
+from dtorch_core.checks import LONGEST, check_tensor
 from dtorch_core.errors import UnsupportedOperationError, UnsupportedTensorError
 from dtorch_core.recorder import recorder_for
 from dtorch_core.reduction import OPS, rule
@@ -189,9 +189,9 @@ class GroupCalls:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
             raise ValueError(f"{self._label(call)}: timeout must be a number of seconds, not {timeout!r}")
 
-        return max(0.001, timeout)  # to c10d, zero means "no timeout of its own"
+        return min(max(0.001, timeout), LONGEST)  # to c10d, zero means "no timeout of its own"
 
-    def _check(self, call: str, x: Tensor, root: int | None = None) -> None:
+    def _check(self, call: str, x: Tensor) -> None:
         check_tensor(self._label(call), x)
         self._need(x.device.type, call)
         if self._own_gpu is not None and x.device != self._own_gpu:
@@ -199,8 +199,9 @@ class GroupCalls:
                 f"{self._label(call)}: the tensor is on {x.device}, and this rank has {self._own_gpu}; move it first"
             )
 
-        if root is not None:
-            self._check_rank(call, root)
+    def _check_rooted(self, call: str, x: Tensor, root: int) -> None:
+        self._check(call, x)
+        self._check_rank(call, root)
 
     def _check_op(self, call: str, op: str, x: Tensor) -> None:
         if not isinstance(op, str):

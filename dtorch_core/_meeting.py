@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from dtorch_core import _deaths, _scope
 from dtorch_core._board import Board
-from dtorch_core._rendezvous import LONGEST
 from dtorch_core._text import describe_error, rank_list, root_cause, seconds
 from dtorch_core._topology import Member, Topology
+from dtorch_core.checks import LONGEST
 from dtorch_core.errors import AbortedError, DtorchError, PeerLostError, ProtocolError, StoreTimeoutError
 
 OK = "ok"

@@ -24,6 +24,7 @@ from dtorch_core._rendezvous import connect
 from dtorch_core._selector import announce, choose, spec_of
 from dtorch_core._text import count, describe_error
 from dtorch_core._topology import Member, Topology
+from dtorch_core.checks import LONGEST
 from dtorch_core.errors import NoBackendError, PluginError, ProtocolError
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def open_backend(
     Raises on every rank if it raises on one.
     """
     _check(kind, name, rank, world_size, timeout)
+    timeout = min(timeout, LONGEST)
     # What is wrong with this rank alone is found before it meets anybody: for the others it has not come.
     member = _member.describe(rank, _member.normal_device(device))
     asked_for(kind, backend)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,16 +19,16 @@ from dtorch_core import _scope
 from dtorch_core._board import Board, Lines, board_at, board_in, own_line
 from dtorch_core._futures import begun
 from dtorch_core._text import seconds
+from dtorch_core.checks import LONGEST
 from dtorch_core.errors import DtorchError, PeerLostError, StoreTimeoutError
-
-LONGEST = 1e8
-"""Seconds: more than three years, and what the clocks of c10d can still count."""
 
 SHORTEST = 0.01
 """Seconds that a try has at least, however late it begins."""
 
 RETRY = 0.05
 """Seconds between two tries to reach a server that is not up yet."""
+
+_LENGTH = struct.Struct("N")
 
 T = TypeVar("T")
 
@@ -93,7 +95,7 @@ def _at_url(url: str, place: str, rank: int, world_size: int, timeout: float) ->
         raise ValueError(f"rendezvous {url!r}: rank and world_size are arguments; leave out ?{parts.query}")
 
     if parts.scheme == "file":
-        return Board(Lines(_at_file(url, parts, world_size)), place)
+        return Board(Lines(_at_file(url, parts, world_size, min(timeout, LONGEST))), place)
 
     limit = timedelta(seconds=min(timeout, LONGEST))
     if parts.scheme == "tcp":
@@ -196,23 +198,51 @@ def _wait_for_server(host: str, port: int, deadline: float) -> None:
         time.sleep(RETRY)
 
 
-def _at_file(url: str, parts: SplitResult, world_size: int) -> dist.Store:
+def _at_file(url: str, parts: SplitResult, world_size: int, limit: float) -> dist.Store:
     if not parts.path or parts.netloc:
         raise ValueError(f"rendezvous {url!r}: a file's URL has three slashes and a whole path: file:///path")
 
     path = unquote(parts.path)
     try:
-        with open(path, "ab"):
-            pass  # a FileStore tries for five minutes to open what can't be opened
-
-        opened = dist.FileStore(path, world_size)
+        opened = _in_time(url, time.monotonic() + limit, lambda: _opened(path, world_size))
         with _lock:
             kept = _kept.setdefault(url, opened)
 
+    except TimeoutError as error:
+        raise StoreTimeoutError(
+            f"the rendezvous {url} was not free within {seconds(limit)}: a process that is stopped holds its lock"
+        ) from error
     except (OSError, RuntimeError) as error:
         raise DtorchError(f"the rendezvous {url} can't be used: {_first_line(error)}") from error
 
     return own_line(kept)
+
+
+def _opened(path: str, world_size: int) -> dist.FileStore:
+    # Looked at first: a FileStore tries for five minutes to open what can't be opened, and reads for ever what ends in
+    # the middle of a record.
+    with open(path, "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        file.seek(0)
+        if not _holds_records(file.read()):
+            raise OSError(
+                "it holds something else than the records of a FileStore, or ends in the middle of one, as when its "
+                "writer was killed; name a file that is not there"
+            )
+
+    return dist.FileStore(path, world_size)
+
+
+def _holds_records(data: bytes) -> bool:
+    """It is what c10d's FileStore writes: for each key and each value its length, as a C size_t, and its bytes."""
+    at = 0
+    while at < len(data):
+        if at + _LENGTH.size > len(data):
+            return False
+
+        at += _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
+
+    return at == len(data)
 
 
 def _host_and_port(url: str, parts: SplitResult) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from dtorch_core._extras import Companion
 from dtorch_core._futures import settle_after
 from dtorch_core._notes import Notes
 from dtorch_core._order import Turn
+from dtorch_core.checks import check_timeout
 from dtorch_core.errors import DtorchError, StoreTimeoutError
 from dtorch_core.recorder import Entry, Recorder
 
@@ -81,6 +82,7 @@ class Work(Generic[T]):
 
         :param timeout: seconds; the call's own where None.
         :raises StoreTimeoutError: if ranks have not come in time; they are named.
+        :raises ValueError: if ``timeout`` is negative or not finite.
         """
         try:
             self._wait(timeout)
@@ -165,8 +167,12 @@ class Work(Generic[T]):
         return future
 
     def _wait(self, timeout: float | timedelta | None) -> None:
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        deadline = time.monotonic() + (self._timeout if seconds is None else seconds)
+        seconds = self._timeout
+        if timeout is not None:
+            given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            seconds = check_timeout(f"{self._call}: wait", given)
+
+        deadline = time.monotonic() + seconds
         if self._notes is not None:
             self._await_notes(self._notes, _left(deadline))
 

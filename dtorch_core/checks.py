@@ -14,6 +14,11 @@ from dtorch_core import _member
 from dtorch_core._text import count
 from dtorch_core.errors import ProtocolError, UnsupportedTensorError
 
+_MOST = 1 << 20
+
+LONGEST = 1e8
+"""Seconds, more than three years: what every clock that is asked can count. Who wants to wait longer waits so long."""
+
 
 def check_publish(key: str, tensor: Tensor, get_count: int, world_size: int | None = None) -> None:
     """The rules of :meth:`TensorStore.src_set` that hold for every backend; call it first.
@@ -76,7 +81,7 @@ def check_key(call: str, key: str) -> None:
 
 
 def check_timeout(call: str, timeout: float) -> float:
-    """Seconds that a wait may take; zero is a look without waiting. ``call`` opens the message.
+    """Seconds that a wait may take, :data:`LONGEST` at most; zero is a look. ``call`` opens the message.
 
     :raises TypeError: if it is not a number.
     :raises ValueError: if it is negative, infinite or not a number by value.
@@ -87,7 +92,7 @@ def check_timeout(call: str, timeout: float) -> float:
     if not 0 <= timeout < math.inf:
         raise ValueError(f"{call}: timeout must be a finite number of seconds, at least 0, not {timeout!r}")
 
-    return timeout
+    return min(timeout, LONGEST) or 0  # and no negative zero
 
 
 def check_device(call: str, device: torch.device | str) -> torch.device:
@@ -133,14 +138,39 @@ def check_tensor(call: str, tensor: Tensor) -> None:
 def check_written(call: str, tensor: Tensor) -> None:
     """Refuse memory for a result in which elements share memory; ``call`` opens the message.
 
-    :raises UnsupportedTensorError: if it is an expanded tensor, or one that :func:`check_tensor` refuses.
+    :raises UnsupportedTensorError: if they do, as in an expanded tensor, or if :func:`check_tensor` refuses it.
     """
     check_tensor(call, tensor)
-    if 0 not in tensor.stride():
+    if tensor.is_contiguous() or _apart(tensor):
         return
 
-    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise UnsupportedTensorError(f"{call}: can't write to an expanded tensor: its elements share memory; clone it")
+    kind = "an expanded tensor" if 0 in tensor.stride() else f"a tensor of strides {tuple(tensor.stride())}"
+    raise UnsupportedTensorError(f"{call}: can't write to {kind}: its elements share memory; clone it")
+
+
+def _apart(tensor: Tensor) -> bool:
+    """No two elements share memory. Of strides between each other that is said of up to a million elements."""
+    dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    span = 0
+    for step, size in dims:
+        if step <= span:
+            break
+
+        span += step * (size - 1)
+    else:
+        return True
+
+    if not tensor.numel():
+        return True
+
+    if dims[0][0] == 0 or tensor.numel() > _MOST:
+        return False
+
+    places = torch.zeros((), dtype=torch.int64)
+    for step, size in dims:
+        places = places.unsqueeze(-1) + torch.arange(size) * step
+
+    return int(places.unique().numel()) == tensor.numel()
 
 
 def _ordinary(tensor: Tensor) -> bool:

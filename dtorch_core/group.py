@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dtorch_core import _c10d, _p2p, _scope
 from dtorch_core._context import BackendContext
+from dtorch_core._copies import copy_into
 from dtorch_core._extras import extras
 from dtorch_core._foreign_work import Over
 from dtorch_core._group_calls import GroupCalls, Op, Prepared, word_of
@@ -109,7 +110,7 @@ class ThreadGroup(GroupCalls):
         call = f"reduce({describe(x)}, {word}, dst={dst})"
 
         def prepare() -> Prepared[Tensor | None]:
-            self._check(call, x, root=dst)
+            self._check_rooted(call, x, dst)
             self._check_op(call, word, x)
             # A copy on the other ranks too: some groups leave partial sums there.
             is_root = self.rank == dst
@@ -134,7 +135,7 @@ class ThreadGroup(GroupCalls):
         call = f"broadcast({describe(x)}, src={src})"
 
         def prepare() -> Prepared[Tensor]:
-            self._check(call, x, root=src)
+            self._check_rooted(call, x, src)
             label = self._label(call)
             is_source = self.rank == src
             memory = _started_from(label, out, x) if is_source else Memory(label, out, Shape.of(x), x.device)
@@ -287,7 +288,7 @@ class ThreadGroup(GroupCalls):
         call = f"gather({describe(x)}, dst={dst})"
 
         def tell() -> str:
-            self._check(call, x, root=dst)
+            self._check_rooted(call, x, dst)
             return write([x])
 
         def prepare(texts: Sequence[str]) -> Prepared[list[Tensor] | None]:
@@ -516,7 +517,7 @@ def _started_from(label: str, out: Tensor | None, x: Tensor) -> Memory:
     in_place = isinstance(out, Tensor) and same_place(out, x)
     memory = Memory(label, out, Shape.of(x), x.device, () if in_place else (x,))
     if not in_place:
-        memory.tensor.copy_(x.detach())
+        copy_into(memory.tensor, x.detach())
 
     return memory
 

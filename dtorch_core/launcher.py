@@ -14,6 +14,7 @@ from dtorch_core._rank_context import RankContext
 from dtorch_core._ranks import Run, divided, intra_op
 from dtorch_core._settings import Settings
 from dtorch_core._text import count, rank_list, seconds
+from dtorch_core.checks import check_timeout
 from dtorch_core.errors import (
     AbortedError,
     DtorchError,
@@ -61,10 +62,14 @@ def spawn(
         Also if its process died, or its result can't be pickled.
     :raises StoreTimeoutError: if ranks have not returned within ``timeout``; they are named.
     :raises TypeError: if ``fn`` or ``args`` can't be pickled for other processes.
+    :raises ValueError: if ``timeout`` is negative or not finite.
     :raises UnsupportedOperationError: if this torch can't be divided among threads as ``torch_distributed`` and
         ``rng="per-rank"`` need it; the message says what it lacks.
     """
     _check(fn, world_size, args, ranks_as, threads_per_process, rng)
+    if timeout is not None:
+        timeout = check_timeout("spawn", timeout)
+
     places = dict(enumerate(_devices(devices, world_size)))
     shared = ranks_as == "threads" or threads_per_process > 1
     settings = Settings(world_size, torch_distributed, rng == "per-rank", shared)
@@ -167,6 +172,9 @@ def _check(
 def _devices(devices: str | torch.device | Sequence[str | torch.device] | None, world_size: int) -> list[str]:
     if devices is None or isinstance(devices, (str, torch.device)):
         return [_member.normal_device(devices)] * world_size
+
+    if not isinstance(devices, Sequence):
+        raise TypeError(f"spawn: devices must be one device for all ranks or a sequence of one each, not {devices!r}")
 
     if len(devices) != world_size:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -56,9 +57,14 @@ class ThreadGroupManager:
     def get(self, ranks: Sequence[int]) -> ThreadGroup:
         """The group of ``ranks``, in that order; opened with them at the first call, then shared.
 
+        :raises TypeError: if ``ranks`` is not a sequence of ints.
         :raises ValueError: if this rank is not among them, or one of them is not there, or twice.
         """
-        members = tuple(int(rank) for rank in ranks)
+        try:
+            members = tuple(operator.index(rank) for rank in ranks)
+        except TypeError:
+            raise TypeError(f"{self!r}: get takes a sequence of ranks, as in [0, 2], not {ranks!r}") from None
+
         self._check(members)
         with self._lock:
             if self._closed:
