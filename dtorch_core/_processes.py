@@ -11,32 +11,25 @@ import multiprocessing
 import os
 import selectors
 import signal
-import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnProcess
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from dtorch_core import _authority, _parcel
 from dtorch_core._deaths import LONGEST
-from dtorch_core._line import Frame, Line, Word
-from dtorch_core._rank_process import Plan, main
+from dtorch_core._line import Frame, Word
+from dtorch_core._rank_process import Plan
 from dtorch_core._ranks import GRACE, Failure, said
 from dtorch_core._settings import Settings
+from dtorch_core._started_process import SLACK, RankProcess, check_may_start, no_interrupt, why_not_begun
 from dtorch_core._text import one_line, rank_list, seconds
-from dtorch_core.errors import RankFailedError, UnsupportedOperationError
+from dtorch_core.errors import RankFailedError
 
 HEAD_START = 0.2
 """Seconds that ranks have to learn from their own stores who is gone, before spawn() wakes them with less to say."""
-
-SLACK = 1.0
-"""Seconds beyond :data:`GRACE` in which a process, on a busy machine, ends by itself."""
 
 TERM = 0.5
 """Seconds between SIGTERM and SIGKILL."""
@@ -44,81 +37,7 @@ TERM = 0.5
 EXIT = 5.0
 """Seconds that an interpreter has to end once its ranks have returned."""
 
-UNGUARDED = 86
-"""Exit status of an interpreter whose main module calls spawn() as it is imported."""
-
 log = logging.getLogger("dtorch")
-
-
-class RankProcess:
-    """One of the processes: its ranks, and what it has said so far."""
-
-    def __init__(self, plan: Plan, work: _parcel.Work) -> None:
-        """Start it.
-
-        :raises TypeError: if the work can't be pickled.
-        """
-        self.ranks = list(plan.devices)
-        self.unheard = set(plan.devices)
-        """Those of its ranks whose end it has not told."""
-        self.began = self.done = self.exited = self.ended_here = False
-        ours, theirs = socket.socketpair()
-        self.line = Line(ours, waits=False)
-        self._process: SpawnProcess = multiprocessing.get_context("spawn").Process(
-            target=main, args=(theirs, plan, work), name=f"dtorch: {rank_list(self.ranks)}"
-        )
-        try:
-            with theirs:
-                self._process.start()
-
-            self.pid = self._process.pid
-            self.death = self._watch_death()
-        except BaseException:
-            ours.close()  # which ends it, if it was started
-            raise
-
-        self.line.send(Word.WORK, 0, work.parcel)
-
-    def _watch_death(self) -> int:
-        try:
-            return os.pidfd_open(self._process.pid or 0)
-        except (AttributeError, OSError):  # not Linux, or not allowed: ends only with its forks
-            return os.dup(self._process.sentinel)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal; it has ended by our hand then."""
-        if not self.exited:
-            self.ended_here = True
-            (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
-
-    def status(self) -> str:
-        """How it ended: ``"was killed by SIGKILL"``. Takes its exit status."""
-        code = self._exit_code()
-        if code is None:
-            return "ended, and its exit status was taken by somebody else"
-
-        if code >= 0:
-            return f"ended with exit status {code}"
-
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-
-        return f"was killed by {name}"
-
-    def close(self) -> None:
-        """Let go of what belongs to it. It has ended."""
-        self.line.close()
-        os.close(self.death)
-        if self._exit_code() is not None:
-            self._process.close()
-
-    def _exit_code(self) -> int | None:
-        if self._process.exitcode is None:
-            self._process.join(SLACK)
-
-        return self._process.exitcode
 
 
 class ProcessRun:
@@ -136,7 +55,7 @@ class ProcessRun:
         :raises TypeError: if ``fn`` is none that another process could find.
         :raises UnsupportedOperationError: if this process may not have children.
         """
-        _check_may_start()
+        check_may_start()
         self._work = _parcel.Work(fn, args)
         self._work.check()
         self._devices, self._ranks_per_process, self._settings = devices, ranks_per_process, settings
@@ -172,7 +91,7 @@ class ProcessRun:
             devices = {rank: self._devices[rank] for rank in ranks[first : first + self._ranks_per_process]}
             method = multiprocessing.get_start_method(allow_none=True)
             plan = Plan(devices, self._settings, threads_per_rank, server.port, os.getpid(), backends, method)
-            with _no_interrupt():
+            with no_interrupt():
                 process = RankProcess(plan, self._work)
                 self._processes.append(process)
 
@@ -322,7 +241,7 @@ class ProcessRun:
         ranks, world_size = sorted(process.unheard), len(self._devices)
         who = f"{rank_list(ranks)} of {world_size} (pid {process.pid})"
         if not process.began:
-            status = f"{status} before {'it' if len(ranks) == 1 else 'they'} began: {_why_not_begun(status)}"
+            status = f"{status} before {'it' if len(ranks) == 1 else 'they'} began: {why_not_begun(status)}"
         elif len(ranks) > 1:
             status = status.replace("was killed", "were killed")
 
@@ -348,41 +267,3 @@ class ProcessRun:
 
             if left is not None and left <= 0 and not ready:
                 return
-
-
-def _why_not_begun(status: str) -> str:
-    if status.endswith(f" {UNGUARDED}"):
-        return (
-            "the main module calls spawn() while it is imported, and each new process imports it. Put the call under "
-            "if __name__ == '__main__':"
-        )
-
-    return "the new interpreter could not import the main module, or dtorch; what it said is on stderr"
-
-
-def _check_may_start() -> None:
-    current = multiprocessing.current_process()
-    if getattr(current, "_inheriting", False):
-        # multiprocessing refuses this as well, by an error that a main module could catch and go on.
-        sys.stderr.write(
-            f"dtorch: pid {os.getpid()} was started by spawn(), imports the main module, and is asked by it to spawn() "
-            f"again. Put the call under if __name__ == '__main__':\n"
-        )
-        raise SystemExit(UNGUARDED)
-
-    if current.daemon:
-        raise UnsupportedOperationError(
-            f"spawn: {current.name} is a daemonic process of multiprocessing, which may not have children; start it "
-            f"with daemon=False, or use ranks_as='threads'"
-        )
-
-
-@contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """What is started in here does not hear Ctrl-C until it unblocks it: a new interpreter would print a traceback."""
-    resource_tracker.ensure_running()  # its first start, which comes with a process, would unblock it here
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
