@@ -1,4 +1,4 @@
-"""A world of ``torch.distributed`` for each rank that is a thread: all that this touches of torch's private state.
+"""A world of ``torch.distributed`` for each rank that is a thread, in the place of torch's one.
 
 torch keeps one world in a process: the default process group, and what belongs to the groups. While ranks are threads,
 what torch asks is answered by the world of the rank whose thread asks, and for all other threads by the process's own.
@@ -9,56 +9,26 @@ have the rank's own mark, so that no thread can find another rank's group, and o
 
 from __future__ import annotations
 
-import functools
-import itertools
-import re
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from dtorch_core import _rank_libraries, _scope
+from dtorch_core import _rank_libraries
+from dtorch_core._bound_groups import unbind_defaults
+from dtorch_core._rank_meshes import divide_meshes
 from dtorch_core._rank_properties import unlocked
 from dtorch_core._rank_threads import inherited
+from dtorch_core._rank_world import KEPT, KEY, MARK, mine, world_class
 from dtorch_core._scope import Scope
 from dtorch_core._shared_patch import SharedPatch, lacking, replace
-from dtorch_core._when_imported import when_imported
 from dtorch_core.errors import UnsupportedOperationError
-
-_KEY = "torch.distributed"
-"""Of a rank's world, in ``Scope.own``."""
-
-_MARK = re.compile(r"@rank\d+\.\d+$")
-_numbers = itertools.count(1)
-_KEPT = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "group_count", "tags_to_pg", "pg_to_tag")
-"""What torch's world keeps in variables of its module, and a rank's world in itself."""
-
-
-@functools.cache
-def _world_class() -> type:
-    """torch's world, with everything in itself."""
-
-    def kept(name: str) -> property:
-        return property(lambda self: self.kept[name], lambda self, value: self.kept.__setitem__(name, value))
-
-    def start(self: Any, rank: int) -> None:  # noqa: ANN401
-        distributed_c10d._World.__init__(self)
-        self.kept = {name: 0 if name == "group_count" else {} for name in _KEPT}
-        self.number = next(_numbers)  # of this world alone, in this process
-        self.mark = f"@rank{rank}.{self.number}"
-        self.marked = set()  # the names under which its groups are registered
-        self.meshes = []  # weak references
-        self.tracker = None  # of DTensor's random numbers
-        self.handlers = None  # of DTensor's operators
-
-    return type("RankWorld", (distributed_c10d._World,), {"__init__": start, **{name: kept(name) for name in _KEPT}})
 
 
 def missing() -> list[str]:
@@ -68,9 +38,9 @@ def missing() -> list[str]:
     if world is None or type(getattr(distributed_c10d, "_world", None)) is not world:
         found.append("torch.distributed.distributed_c10d has no _world of class _World")
     else:
-        found += [f"_World has no property {name}" for name in _KEPT if not isinstance(vars(world).get(name), property)]
+        found += [f"_World has no property {name}" for name in KEPT if not isinstance(vars(world).get(name), property)]
         for name, value in vars(world).items():
-            if isinstance(value, property) and name not in _KEPT and _module_state(value.fget.__code__):  # type: ignore[union-attr]
+            if isinstance(value, property) and name not in KEPT and _module_state(value.fget.__code__):  # type: ignore[union-attr]
                 found.append(f"_World.{name} is kept in a variable of the module that is not known here")
 
     needed: dict[Any, tuple[str, ...]] = {
@@ -116,7 +86,7 @@ def entered(scope: Scope) -> Iterator[None]:
     with held():
         _rank_libraries.divide()
         _rank_libraries.enter(scope)
-        world = scope.own[_KEY] = _world_class()(scope.rank)
+        world = scope.own[KEY] = world_class()(scope.rank)
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
@@ -131,13 +101,7 @@ def entered(scope: Scope) -> Iterator[None]:
             world.marked.clear()
             world.kept.clear()
             world.default_pg = world.tracker = world.handlers = None
-            scope.own.pop(_KEY, None)
-
-
-def mine() -> Any:  # noqa: ANN401 - a class made of torch's
-    """This thread's rank's own world; None where there is none."""
-    scope = _scope.current()
-    return None if scope is None else scope.own.get(_KEY)
+            scope.own.pop(KEY, None)
 
 
 class _Worlds:
@@ -181,7 +145,7 @@ def _install(stack: ExitStack) -> None:
 
     def unregister(name: Any) -> None:  # noqa: ANN401
         world = mine()
-        if world is not None and not _MARK.search(name):
+        if world is not None and not MARK.search(name):
             name = f"{name}{world.mark}"
 
         (outside_names if world is None else world.marked).discard(name)
@@ -208,9 +172,9 @@ def _install(stack: ExitStack) -> None:
         _original["_set_global_rank"] = replace(stack, torch._C._distributed_c10d, "_set_global_rank", set_rank)
 
     _settle_device_guard()
-    _patch_meshes(stack)
+    divide_meshes(stack, _patch.extend)
     _patch_ddp(stack)
-    _patch_defaults(stack)
+    unbind_defaults(stack)
 
 
 def _restore_excepthook(hook: Callable[..., Any]) -> None:
@@ -229,182 +193,11 @@ def _settle_device_guard() -> None:
         getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
 
 
-def _patch_meshes(stack: ExitStack) -> None:
-    """Meshes of different ranks differ: torch keeps what it has worked out for one in caches of the process."""
-    mesh_class = device_mesh.DeviceMesh
-
-    def init(self: Any, *args: Any, **named: Any) -> None:  # noqa: ANN401
-        world = mine()
-        if world is not None and not tensors_ready.is_set():
-            _patch.extend(_patch_tensors)
-
-        original_init(self, *args, **named)
-        if world is not None:
-            self._thread_id, self._hash = world.number, None
-            world.meshes.append(weakref.ref(self))
-
-    def set_state(self: Any, state: dict[str, Any]) -> None:  # noqa: ANN401
-        world = mine()
-        if world is not None and "_dim_group_names" in state:
-            names = [None if name is None else _MARK.sub("", name) + world.mark for name in state["_dim_group_names"]]
-            state = {**state, "_dim_group_names": names, "_thread_id": world.number, "_hash": None}
-
-        original_set_state(self, state)
-
-    tensors_ready = threading.Event()
-    original_init = replace(stack, mesh_class, "__init__", init)
-    original_set_state = replace(stack, mesh_class, "__setstate__", set_state)
-
-    def _patch_tensors(stack: ExitStack) -> None:
-        if not tensors_ready.is_set():
-            tensors_ready.set()
-            _patch_dtensor(stack)
-
-
-def _patch_dtensor(stack: ExitStack) -> None:
-    from torch.distributed.tensor import _collective_utils, _dispatch, _random, _redistribute, _sharding_prop
-
-    # To work out the shape of a result is not for several threads at once: they set the device guard of the process.
-    propagator, lock = _sharding_prop.ShardingPropagator, threading.RLock()
-    if hasattr(propagator, "_fake_mode_lock"):
-        replace(stack, propagator, "_fake_mode_lock", lock)
-    elif hasattr(propagator, "_propagate_tensor_meta_non_cached"):  # up to torch 2.11
-
-        def propagate(*args: Any, **named: Any) -> Any:  # noqa: ANN401
-            with lock:
-                return original(*args, **named)
-
-        original = replace(stack, propagator, "_propagate_tensor_meta_non_cached", propagate)
-
-    # What is kept for the meshes of ranks that are gone would keep their groups, and the memory of these.
-    for owner, name in (
-        (_redistribute, "_gen_transform_infos"),
-        (getattr(_collective_utils, "MeshTopoInfo", None), "build_from_mesh"),
-        (_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_cached"),
-    ):
-        clear = getattr(getattr(owner, name, None), "cache_clear", None)
-        if clear is not None:
-            stack.callback(clear)
-
-    clear = getattr(_redistribute, "clear_redistribute_planner_cache", None)
-    if clear is not None:
-        stack.callback(clear)
-
-    _divide_tracker(stack, _random)
-    _divide_handlers(stack, _dispatch.OpDispatcher)
-
-
-def _divide_tracker(stack: ExitStack, module: ModuleType) -> None:
-    """DTensor's random numbers on CUDA: making the tracker is collective, so each rank has to make one."""
-    if "_rng_tracker" not in vars(module):
-        return
-
-    def get(self: ModuleType) -> Any:  # noqa: ANN401
-        world = mine()
-        return vars(self)["_rng_tracker"] if world is None else world.tracker
-
-    def put(self: ModuleType, value: object) -> None:
-        world = mine()
-        if world is None:
-            vars(self)["_rng_tracker"] = value
-        else:
-            world.tracker = value
-
-    lock = threading.Lock()
-
-    def manual_seed(*args: Any, **named: Any) -> None:  # noqa: ANN401
-        world = mine()
-        if world is None:
-            original(*args, **named)
-            return
-
-        with lock:  # torch's function sees the module's variable alone
-            outside = vars(module)["_rng_tracker"]
-            vars(module)["_rng_tracker"] = world.tracker
-            try:
-                original(*args, **named)
-            finally:
-                world.tracker = vars(module)["_rng_tracker"]
-                vars(module)["_rng_tracker"] = outside
-
-    original = replace(stack, module, "manual_seed", manual_seed)
-    stack.callback(setattr, module, "__class__", type(module))
-    module.__class__ = type("Module", (type(module),), {"_rng_tracker": property(get, put)})
-
-
-def _divide_handlers(stack: ExitStack, dispatcher: type) -> None:
-    """``loss_parallel`` adds handlers to the one dispatcher, and takes them away while other ranks still need them."""
-    name = "_custom_op_handlers"
-
-    def get(self: object) -> Any:  # noqa: ANN401
-        world = mine()
-        if world is None:
-            return vars(self)[name]
-
-        if world.handlers is None:
-            world.handlers = dict(vars(self)[name])
-
-        return world.handlers
-
-    def put(self: object, value: object) -> None:
-        world = mine()
-        if world is None:
-            vars(self)[name] = value
-        else:
-            world.handlers = value
-
-    if not hasattr(dispatcher, name):  # an instance's, of one that torch makes once
-        stack.callback(delattr, dispatcher, name)
-        setattr(dispatcher, name, property(get, put))
-
-
 def _patch_ddp(stack: ExitStack) -> None:
     """Forward passes set this for torch.compile and put it back, which in threads may leave another rank's module."""
     ddp = torch.nn.parallel.DistributedDataParallel
     if hasattr(ddp, "_active_ddp_module"):
         stack.callback(setattr, ddp, "_active_ddp_module", ddp._active_ddp_module)
-
-
-_BOUND = (
-    "torch.distributed.nn.functional",
-    "torch.distributed.optim.zero_redundancy_optimizer",
-    "torch.distributed.fsdp.sharded_grad_scaler",
-)
-"""Modules whose functions have the default group of the thread that imports them as a default argument."""
-
-_awaited: set[str] = set()
-
-
-def _patch_defaults(stack: ExitStack) -> None:
-    """These arguments are None: the default group of whoever calls. As where torch is imported before there is one."""
-    for name in _BOUND:
-        if name in sys.modules:
-            _unbind(name, stack)
-        elif name not in _awaited:
-            _awaited.add(name)
-            when_imported(name, functools.partial(_unbind, name))
-
-
-def _unbind(name: str, stack: ExitStack | None = None) -> None:
-    """
-    :param stack: restores them; None: they are those of a rank.
-    """
-    if stack is None:
-        _awaited.discard(name)
-
-    module = sys.modules[name]
-    owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
-    for function in {value for owner in owners for value in vars(owner).values() if isinstance(value, FunctionType)}:
-        defaults = function.__defaults__ or ()
-        if any(isinstance(default, dist.ProcessGroup) for default in defaults):
-            if stack is not None:
-                stack.callback(setattr, function, "__defaults__", defaults)
-            elif mine() is None:
-                continue
-
-            function.__defaults__ = tuple(
-                None if isinstance(default, dist.ProcessGroup) else default for default in defaults
-            )
 
 
 _patch = SharedPatch(_install)
