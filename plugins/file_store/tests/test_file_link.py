@@ -1,7 +1,10 @@
 """A connection that several threads use: what is queued leaves, and no thread is at a socket that is closed."""
 
+import os
+import resource
 import socket
 import threading
+import time
 
 import pytest
 from dtorch_file_store.link import Link, ready
@@ -78,3 +81,55 @@ def test_a_wait_may_be_longer_than_the_kernel_takes(ends, seconds):
     watch.looking = 0.0  # it sleeps at once
     assert [event.source for event in watch.wait(seconds)] == [link]
     assert ready([link.socket.fileno()], seconds) == {link.socket.fileno()}
+
+
+class TestLink:
+    def test_descriptor_that_can_not_be_taken_is_lost_alone(self):
+        """Those that come later are still with their own messages."""
+        here, there = socket.socketpair()
+        sender, receiver = Link(here, 1), Link(there, 0)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        sent = [os.memfd_create(f"fd {number}") for number in range(3)]
+        got = []
+        try:
+            for number, fd in enumerate(sent):
+                for name, given in (("before", None), ("with", fd)):
+                    sender.queue(frame(name, number), given)
+
+            assert sender.flush()
+            while len(got) < len(sent):
+                if not got:  # the next one to be made would have the first number that is free
+                    os.close(lowest := os.dup(0))
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+
+                try:
+                    messages = receiver.receive()
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+                got += [receiver.take_fd() for message in messages if message.kind == "with"]
+
+            assert got[0] == -1
+            assert [os.readlink(f"/proc/self/fd/{fd}").split()[1] for fd in got[1:]] == ["1", "2"]
+        finally:
+            for fd in (*sent, *got[1:]):
+                os.close(fd)
+
+            sender.close()
+            receiver.close()
+
+    def test_peer_that_does_not_read_costs_little(self):
+        """What is queued for it is not copied again with each message that follows."""
+        here, there = socket.socketpair()
+        link = Link(here, 1)
+        message = frame("set", body=bytes(16_000))
+        begun = time.process_time()
+        with there:
+            for _ in range(2000):
+                link.queue(message)
+                assert link.flush() in (True, False)
+
+            took = time.process_time() - begun
+            link.close()
+
+        assert took < 0.5
