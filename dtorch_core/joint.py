@@ -23,7 +23,14 @@ from torch import Tensor
 from dtorch_core import errors, streams
 from dtorch_core._futures import settle_after
 from dtorch_core._text import rank_list, seconds
-from dtorch_core.errors import AbortedError, DtorchError, PeerLostError, StoreTimeoutError
+from dtorch_core.checks import check_written
+from dtorch_core.errors import (
+    AbortedError,
+    DtorchError,
+    PeerLostError,
+    StoreTimeoutError,
+    UnsupportedTensorError,
+)
 
 if TYPE_CHECKING:
     from dtorch_core.store import TensorStore
@@ -234,7 +241,8 @@ class FourSteps:
     ) -> Sequence[str]:
         _say(store, f"{key}/note/{offer.rank}", {"note": offer.note, "tensors": len(offer.tensors)}, 1)
         for number, tensor in enumerate(offer.tensors):
-            store.src_set(f"{key}/{offer.rank}/{number}", tensor, 1, stream=stream, writable=True)
+            name = f"{key}/{offer.rank}/{number}"
+            store.src_set(name, tensor, 1, stream=stream, writable=_may_be_written(tensor))
 
         try:
             end = _hear(store, f"{key}/end")
@@ -426,3 +434,13 @@ def _rebuilt(name: str, text: str) -> Exception:
         return kind(text)
 
     return DtorchError(f"{name}: {text}")
+
+
+def _may_be_written(tensor: Tensor) -> bool:
+    """No two of its elements share memory. Results are checked to be so; what is not is an input, and only read."""
+    try:
+        check_written("post", tensor)
+    except UnsupportedTensorError:
+        return False
+
+    return True

@@ -79,7 +79,7 @@ class TensorStore(ABC):
         ``stream`` (the current one where None) will have written by then.
 
         :param dest_device: a hint: consumers want it there, so it is moved once, on this side.
-        :param writable: consumers may write into it until they finish.
+        :param writable: consumers may write into it until they finish; no two of its elements may share memory.
         :raises TypeError: if the key is not a string.
         :raises ValueError: if there is no such ``dest_device`` here.
         :raises KeyInUseError: if the key is live: set, and not yet waited for.

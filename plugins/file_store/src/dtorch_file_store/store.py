@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
 from dtorch_core._goodbyes import say_elsewhere
-from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout
+from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout, check_written
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
@@ -44,6 +44,9 @@ class FileTensorStore(TensorStore):
     ) -> None:
         session = self._session
         check_publish(key, tensor, get_count, self.world_size)
+        if writable:
+            check_written(f"src_set({key!r}, writable=True)", tensor)
+
         if session.node.forked:
             session.check(f"src_set({key!r})")
 

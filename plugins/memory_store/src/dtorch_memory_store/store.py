@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
+from dtorch_core._copies import cloned
 from dtorch_core._goodbyes import say_elsewhere
 from dtorch_core._memory import own_bytes
-from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout
+from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout, check_written
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
 from dtorch_memory_store.keys import Publication
@@ -46,6 +47,9 @@ class MemoryTensorStore(TensorStore):
         writable: bool = False,
     ) -> None:
         check_publish(key, tensor, get_count, self.world_size)
+        if writable:
+            check_written(f"src_set({key!r}, writable=True)", tensor)
+
         target = None if dest_device is None else self._target(key, tensor, dest_device, writable)
         if target is not None and target.type != tensor.device.type:
             shared, ready = streams.copy_to_device(tensor.detach(), target, stream)
@@ -129,7 +133,7 @@ class MemoryTensorStore(TensorStore):
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, stream: torch.cuda.Stream | None = None) -> None:
         with torch.cuda.stream(stream):
-            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+            copy = cloned(tensor.detach(), torch.contiguous_format)
 
         self._session.letters.deliver(Message(self.rank, tag, copy, streams.record(copy, stream)), dst)
 
