@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from dtorch_core._copies import plain
 from dtorch_core._extras import extras
 from dtorch_core._foreign_reduction import Recipe, recipe
 from dtorch_core._foreign_work import ForeignWork
-from dtorch_core._stand_ins import AS_THEY_ARE, Layouts, StandIns, as_carried, as_one, plain
+from dtorch_core._stand_ins import AS_THEY_ARE, Layouts, StandIns, as_carried, as_one
 from dtorch_core.reduction import rule
 
 OPS = {

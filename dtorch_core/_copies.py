@@ -13,10 +13,10 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: what is copied in place of it."""
 
 
-def copy_into(target: Tensor, source: Tensor) -> Tensor:
-    """``target.copy_(source)``; they have one dtype."""
+def copy_into(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> Tensor:
+    """``target.copy_(source)``; they have one dtype where torch can't copy that."""
     try:
-        return target.copy_(source)
+        return target.copy_(source, non_blocking=non_blocking)
     except NotImplementedError:
         return _by_another_way(target, source)
 

@@ -14,7 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dtorch_core._stand_ins import CARRIED, plain
+from dtorch_core._copies import plain
+from dtorch_core._stand_ins import CARRIED
 from dtorch_core.reduction import _divide, _quotient
 
 Turn = Callable[[Tensor], Tensor]

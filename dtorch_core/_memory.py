@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import streams
+from dtorch_core._copies import copy_into
 from dtorch_core._shapes import Shape, describe
 from dtorch_core.checks import check_written
 from dtorch_core.errors import UnsupportedTensorError
@@ -43,7 +44,7 @@ class Memory:
 
         if not self._direct:
             if not self._stored:
-                self._out.detach().copy_(self.tensor)
+                copy_into(self._out.detach(), self.tensor)
                 self._stored.append(streams.record(self._out))
             else:
                 streams.order_after(self._stored[0], self._out)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtorch_core._copies import copy_into, plain
 from dtorch_core._extras import Companion, extras
 from dtorch_core._foreign_work import ForeignWork
 from dtorch_core._futures import future_of
@@ -38,11 +39,11 @@ def send(
         work: dist.Work = beside.send(tensor, dst, tag)
         return work
 
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    sizes = [*plain.shape, *[0] * (_HEADER - 2 - plain.dim())]
-    header = torch.tensor([_DTYPES.index(plain.dtype), plain.dim(), *sizes], device=plain.device)
+    whole = plain(tensor)
+    sizes = [*whole.shape, *[0] * (_HEADER - 2 - whole.dim())]
+    header = torch.tensor([_DTYPES.index(whole.dtype), whole.dim(), *sizes], device=whole.device)
     ForeignWork(group.send([header], dst, tag), timeout, tensor.is_cuda).wait()
-    return ForeignWork(group.send([as_carried(plain)], dst, tag), timeout, tensor.is_cuda)  # type: ignore[return-value]
+    return ForeignWork(group.send([as_carried(whole)], dst, tag), timeout, tensor.is_cuda)  # type: ignore[return-value]
 
 
 def receive(
@@ -128,5 +129,5 @@ class _HeaderThenTensor:
         if Shape.of(self._out) != shape:
             raise CollectiveMismatchError(f"recv: rank {src} sent {shape}, and out= is {describe(self._out)}")
 
-        self._out.detach().copy_(self._message)
+        copy_into(self._out.detach(), self._message)
         return self._out

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import copy_into, plain
+
 CARRIED = frozenset(
     {
         torch.uint8,
@@ -54,7 +56,7 @@ class StandIns:
     def both(self, tensor: Tensor) -> Tensor:
         """For one that is read and written."""
         twin = self._instead(tensor)
-        return as_carried(twin if twin is tensor else twin.copy_(tensor))
+        return as_carried(twin if twin is tensor else copy_into(twin, tensor))
 
     def joined(self, outputs: Sequence[Tensor]) -> Tensor:
         """One flat tensor for several that are written."""
@@ -63,7 +65,7 @@ class StandIns:
         self.cuda = self.cuda or whole.is_cuda
         parts = whole.split([tensor.numel() for tensor in outputs])
         for tensor, part in zip(outputs, parts, strict=True):
-            self.afterwards(tensor, lambda tensor=tensor, part=part: tensor.copy_(part.view(tensor.shape)))  # type: ignore[misc]
+            self.afterwards(tensor, lambda tensor=tensor, part=part: copy_into(tensor, part.view(tensor.shape)))  # type: ignore[misc]
 
         return as_carried(whole)
 
@@ -79,17 +81,12 @@ class StandIns:
             return tensor
 
         twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        self.afterwards(tensor, lambda: tensor.copy_(twin))
+        self.afterwards(tensor, lambda: copy_into(tensor, twin))
         return twin
 
 
 AS_THEY_ARE = AsTheyAre()
 Layouts = AsTheyAre | StandIns
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The same values, contiguous, without bits that say how to read them."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def as_carried(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import copy_into
 from dtorch_core._memory import same_place, span
 from dtorch_core._shapes import Shape
 from dtorch_core.joint import Offer, Task
@@ -83,7 +84,7 @@ def compute(rule: Rule | None, factor: float | None, sources: Sequence[Tensor], 
 
     for target in targets:
         if not same_place(target, value):
-            target.copy_(value)
+            copy_into(target, value)
 
 
 def _room(rule: Rule, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:

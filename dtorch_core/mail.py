@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import streams
+from dtorch_core._copies import copy_into
 from dtorch_core._text import seconds
 from dtorch_core.errors import DtorchError, StoreTimeoutError, UnsupportedOperationError
 
@@ -68,7 +69,7 @@ class FourStepMail:
         """As :meth:`TensorStore.send`."""
         copy = store.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            copy.copy_(tensor.detach())
+            copy_into(copy, tensor.detach())
 
         with self._lock:
             # Under the lock, since a number counts only once its message is out: a gap would hold up the receiver.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import cloned, copy_into
+
 DEFAULT = 0
 """What :func:`raw_current` gives for the default stream: of a GPU's streams, all threads have this one in common."""
 
@@ -64,7 +66,7 @@ def copy_to_device(
     """
     target = torch.device(device)
     if not tensor.is_cuda and target.type == "cpu":
-        return tensor.clone(), None
+        return cloned(tensor), None
 
     if not tensor.is_cuda:
         return _upload(tensor, target, stream)
@@ -85,7 +87,7 @@ def _across(tensor: Tensor, target: torch.device, queue: torch.cuda.Stream) -> t
 
     with torch.cuda.stream(queue), torch.cuda.stream(side):
         keep_until_done(tensor, side)
-        copy = tensor.to(target, non_blocking=True, copy=True)  # it may be on that very GPU: copy all the same
+        copy = cloned(tensor) if target == tensor.device else tensor.to(target, non_blocking=True)
         event = torch.cuda.Event()
         event.record(side)
 
@@ -104,7 +106,7 @@ def _download(tensor: Tensor, queue: torch.cuda.Stream) -> tuple[Tensor, torch.c
     with torch.cuda.stream(side):
         keep_until_done(tensor, side)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        copy.copy_(tensor, non_blocking=True)
+        copy_into(copy, tensor, non_blocking=True)
         event = torch.cuda.Event(blocking=True)
         event.record(side)
 
@@ -124,7 +126,7 @@ def _upload(
     # Through pinned memory of our own: the source may be rewritten while the transfer still runs. The caching host
     # allocator keeps the staging memory until the stream has read it.
     staging = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    staging.copy_(tensor)
+    copy_into(staging, tensor)
     with torch.cuda.stream(queue):
         copy = staging.to(target, non_blocking=True)
         event = torch.cuda.Event()

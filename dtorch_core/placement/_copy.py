@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import copy_into
 from dtorch_core._member import normal_device
 from dtorch_core._topology import Member
 from dtorch_core.placement._agreement import checked
@@ -62,7 +63,8 @@ def copy_tensor(x: Tensor | None, store: TensorStore, src: Layout, dst: Layout) 
         return None
 
     held = checked(call.what, (source, target), x)
-    return torch.empty(held.shape, dtype=held.dtype, device=plan_of(source, target).devices[call.rank]).copy_(held)
+    device = plan_of(source, target).devices[call.rank]
+    return copy_into(torch.empty(held.shape, dtype=held.dtype, device=device), held)
 
 
 def _side(call: Call, name: str, layout: Layout) -> Side:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import copy_into
 from dtorch_core.errors import DtorchError
 from dtorch_core.placement._agreement import Agreement, introduce, listen
 from dtorch_core.placement._call import Call, Key, data_key
@@ -141,6 +142,6 @@ def _read(call: Call, out: Tensor, parts: Sequence[Tensor | Key], op: str | None
     with ExitStack() as borrows:
         tensors = [borrows.enter_context(call.borrow(part)) if isinstance(part, Key) else part for part in parts]
         if op is None:
-            out.copy_(tensors[0])
+            copy_into(out, tensors[0])
         else:
             reduce_into(out, tensors, op)

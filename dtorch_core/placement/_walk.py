@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import _c10d, _notes
+from dtorch_core._copies import copy_into
 from dtorch_core._group_calls import Launch
 from dtorch_core._selector import spec_of
 from dtorch_core.errors import UnsupportedOperationError
@@ -86,7 +87,7 @@ class Walk:
         result = torch.empty(shape_of(after), dtype=held.dtype, device=held.device)
         fill_neutral(result, op)
         if step.kind == "pad":
-            view(result, relative(before, after)).copy_(held)
+            copy_into(view(result, relative(before, after)), held)
 
         return result, True
 
@@ -139,4 +140,4 @@ def _part(tensor: Tensor, region: Box) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return copy_into(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), tensor)

@@ -23,34 +23,18 @@ from dtorch_core.errors import (
 )
 from dtorch_core.launcher import RankContext
 from dtorch_core.store import TensorStore
+from dtorch_core.testing._group_base import all_dtypes
+from dtorch_core.testing._group_base import same as same_bits
 from dtorch_core.testing._harness import requires, undeclared
 from dtorch_core.testing._store_base import SHORT, StoreConformance, coded, same, take
 
-
-def _dtypes() -> list[torch.dtype]:
-    """Every dtype that this torch has and can copy; by name, since they differ between versions."""
-    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    copied = []
-    for dtype in sorted(found, key=str):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.empty(2, dtype=dtype).copy_(torch.empty(2, dtype=dtype))
-        except (RuntimeError, NotImplementedError):
-            continue  # quantized, and the sub-byte placeholders that have no kernels
-
-        copied.append(dtype)
-
-    return copied
-
-
-DTYPES = _dtypes()
+DTYPES = all_dtypes()
 
 
 def of_dtype(dtype: torch.dtype, device: str) -> Tensor:
     """Six elements whose bytes count up: right for a dtype that has no arithmetic, too."""
     raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
-    return (raw % 2 if dtype is torch.bool else raw).view(dtype).to(device)
+    return (raw % 2 if dtype is torch.bool else raw).to(device).view(dtype)
 
 
 _base = torch.arange(120, dtype=torch.float32)
@@ -74,6 +58,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "conjugate and strided": lambda: _complex.reshape(10, 12).t()[1:4].conj(),
     "negative": lambda: _complex[3:9].conj().imag,
     "conjugate 0-dim": lambda: _complex[3].conj(),
+    "conjugate and negative": lambda: torch._neg_view(_complex[3:9].conj()),
 }
 
 
@@ -87,14 +72,37 @@ class ValueTests(StoreConformance):
             if store.rank == 0:
                 store.src_set("k", of_dtype(dtype, device), 1)
                 store.src_wait_until_get_finished("k")
+                store.src_set("k", of_dtype(dtype, device)[::2], 1)
+                store.src_wait_until_get_finished("k")
                 return
 
             got = store.dest_get("k")
             assert (got.dtype, got.shape, str(got.device)) == (dtype, (6,), device)
-            assert torch.equal(got.cpu().view(torch.uint8), of_dtype(dtype, "cpu").view(torch.uint8))
+            assert torch.equal(got.view(torch.uint8).cpu(), of_dtype(dtype, "cpu").view(torch.uint8))
             store.dest_finish_get("k")
 
+            copy = store.dest_get_to_device("k", device)
+            assert (copy.dtype, copy.shape, str(copy.device)) == (dtype, (3,), device)
+            assert same_bits(copy, of_dtype(dtype, device)[::2])
+
         self.ranks(body, 2, device)
+
+    @requires("cpu")
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    def test_view_that_torch_cannot_copy_arrives_with_its_values(self) -> None:
+        """Half-precision, conjugate and negative."""
+
+        def body(store: TensorStore) -> None:
+            values = _complex[3:9].to(torch.complex32)
+            wanted = -torch.view_as_real(values) * torch.tensor([1, -1], dtype=torch.float16)
+            if store.rank == 0:
+                with store.publish("k", torch._neg_view(values.conj()), 1):
+                    return
+
+            copy = store.dest_get_to_device("k", "cpu")
+            assert torch.equal(torch.view_as_real(copy), wanted)
+
+        self.ranks(body, 2, "cpu")
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_layout_arrives_with_its_values(self, layout: str, device: str) -> None:
@@ -254,6 +262,22 @@ class ValueTests(StoreConformance):
             store.dest_finish_get("k")
 
         self.ranks(body, 4, device)
+
+    @requires("zero_copy")
+    @pytest.mark.parametrize("layout", ["expanded", "expanded scalar"])
+    def test_writable_is_refused_where_elements_share_memory(self, layout: str, device: str) -> None:
+        """In the caller; the key is free afterwards, and to be read it is carried."""
+
+        def body(store: TensorStore) -> None:
+            shared = moved(LAYOUTS[layout](), device)
+            with pytest.raises(UnsupportedTensorError, match="'k'.*writable=True.*share memory"):
+                store.src_set("k", shared, 1, writable=True)
+
+            store.src_set("k", shared, 1)
+            take(store, "k", shared)
+            store.src_wait_until_get_finished("k")
+
+        self.ranks(body, 1, device)
 
     @undeclared("zero_copy")
     def test_writable_is_refused_or_honoured(self) -> None:

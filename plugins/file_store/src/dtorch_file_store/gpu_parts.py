@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dtorch_core import AbortedError, UnsupportedOperationError, streams
+from dtorch_core._copies import copy_into
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Work
 from dtorch_file_store.calls import Call, Held
@@ -155,7 +156,7 @@ class GpuParts:
             for number, (tensor, copy) in enumerate(zip(held.tensors, held.copies, strict=True)):
                 if copy is not None and number in written:
                     with torch.inference_mode(tensor.is_inference()):
-                        tensor.copy_(copy)
+                        copy_into(tensor, copy)
 
         call.returned[rank] = queue.record_event()
         self._give_back(held, queue)

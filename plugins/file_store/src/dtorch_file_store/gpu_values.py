@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import AbortedError, UnsupportedOperationError, streams
+from dtorch_core._copies import copy_into
 from dtorch_file_store.cuda.current import current, on
 from dtorch_file_store.gpu import Gpu, Said
 from dtorch_file_store.values import Value, own_value
@@ -146,7 +147,7 @@ class OfferedValue(Value):
         if self._copy is not None:
             if self._writable:
                 with on(queue):
-                    self._original.copy_(self._copy)
+                    copy_into(self._original, self._copy)
 
             self._gpu.copies(self._copy.device).give_back(self._copy, queue)
 

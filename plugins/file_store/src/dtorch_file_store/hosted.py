@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import streams
+from dtorch_core._copies import copy_into
 from dtorch_core.declared import Declared
 from dtorch_core.errors import UnsupportedOperationError
 from dtorch_core.joint import Offer, Onward, Ticket, Work
@@ -55,6 +56,6 @@ class _HostedTicket(Onward):
         copy, ready = streams.copy_to_device(self._hosted.tensors[number], tensor.device, stream)
         streams.order_after(ready, copy, stream)
         with torch.cuda.stream(stream), torch.inference_mode(tensor.is_inference()):
-            tensor.copy_(copy)
+            copy_into(tensor, copy)
 
         return tensor, streams.record(tensor, stream)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import plain
 from dtorch_core._shapes import Shape
 from dtorch_core.joint import Offer
 from dtorch_file_store.tensors import compact
@@ -108,7 +109,7 @@ def pack(brought: Brought) -> tuple[list[Any], bytes]:
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             parts.append(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
         else:
-            whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            whole = plain(tensor.detach())
             parts.append(to_bytes(whole, compact(whole)))
 
         parts.append(padding)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dtorch_core._copies import cloned
 from dtorch_core.declared import Declared, Place, Result, at_risk, compute
 from dtorch_core.joint import Offer, Task
 from dtorch_core.reduction import Rule
@@ -192,7 +193,7 @@ def _from_values(
 ) -> None:
     """Write all that this node's ranks get: every value is here."""
     given = [offers.values(offer) for offer in brought]
-    copies = {place: tensors[place.rank][place.number].clone() for place in at_risk(results, tensors)}
+    copies = {place: cloned(tensors[place.rank][place.number]) for place in at_risk(results, tensors)}
 
     def value(place: Place) -> Tensor:
         return copies[place] if place in copies else given[place.rank][place.number]

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import cloned, copy_into
 from dtorch_core.declared import Place, Result, at_risk, compute
 from dtorch_core.joint import Task
 from dtorch_file_store.staging import Block, Plan, Spot, Step
@@ -33,7 +34,7 @@ class Flat:
             tensor = tensors[place.rank][place.number]
             if place in risky or not _plain(tensor):
                 self.copies.add(place)
-                tensor = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+                tensor = cloned(tensor, torch.contiguous_format)
 
             self.sources[place] = tensor.view(-1)
 
@@ -54,7 +55,7 @@ class Flat:
     def finish(self) -> None:
         """Write the results to where they belong, as far as they are not there."""
         for tensor, copy in self._back:
-            tensor.copy_(copy)
+            copy_into(tensor, copy)
 
 
 class Staged:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import copy_into
 from dtorch_core.errors import UnsupportedTensorError
 
 _DTYPES = {
@@ -93,7 +94,7 @@ def write(tensor: Tensor, layout: Layout, into: Tensor) -> None:
 
     if tensor.dtype in _COPIED and tensor.is_contiguous():  # what most are, by the shortest way
         flat = tensor.detach().view(-1)
-        into[: layout.nbytes].view(flat.dtype).copy_(flat)
+        copy_into(into[: layout.nbytes].view(flat.dtype), flat)
     else:
         _copy(_elements(tensor, layout), _elements(read(layout, into), layout))
 
@@ -152,7 +153,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
     if source.dtype not in _COPIED:
         source, target = (each.view(_CARRIERS[each.element_size()]) for each in (source, target))
 
-    target.copy_(source)
+    copy_into(target, source)
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtorch_core._copies import cloned, copy_into, plain
 from dtorch_core._memory import own_bytes
 from dtorch_file_store.arena import Arena, Mapping
 from dtorch_file_store.tensors import Layout, compact, over, read, read_back, write
@@ -167,13 +168,13 @@ def message_value(tensor: Tensor, arena: Arena, *, near: bool) -> Value:
     :param near: it is a rank of this process, which gets the copy itself.
     """
     if near:
-        return OwnValue(tensor.clone(memory_format=torch.contiguous_format))
+        return OwnValue(cloned(tensor, torch.contiguous_format))
 
     if tensor.nbytes <= INLINE_BYTES:
-        return SentValue(tensor.contiguous())
+        return SentValue(plain(tensor))
 
     copy = arena.empty(tensor.shape, tensor.dtype)
-    copy.copy_(tensor)
+    copy_into(copy, tensor)
     return SharedValue(copy, arena, writable=False)
 
 

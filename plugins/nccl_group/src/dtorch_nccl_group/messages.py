@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, streams
+from dtorch_core._copies import copy_into
 from dtorch_core._futures import future_of
 from dtorch_core._shapes import Shape, describe
 from dtorch_core.mail import Receipt
@@ -82,5 +83,5 @@ class MessageWork:
                 f"{self._label}: rank {source} sent {describe(message)}, and out= is {describe(self._out)}"
             )
 
-        self._out.detach().copy_(message)
+        copy_into(self._out.detach(), message)
         return self._out

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, StoreTimeoutError, streams
+from dtorch_core._copies import copy_into
 from dtorch_core._futures import settle_after
 from dtorch_core._shapes import describe
 from dtorch_core.joint import Ticket
@@ -261,7 +262,7 @@ class ReceiveWork(Waited):
             )
 
         with torch.inference_mode(buffer.is_inference()):  # a future's wait is in a thread of its own
-            plain(buffer).copy_(message.reshape(buffer.shape))
+            copy_into(plain(buffer), message.reshape(buffer.shape))
 
         self._stored = streams.record(buffer)
         return buffer
