@@ -40,7 +40,7 @@ def test_dtype_that_torch_cannot_copy(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64], ids=str)
-@pytest.mark.parametrize(("target", "source"), itertools.product(VIEWS, VIEWS))
+@pytest.mark.parametrize(("target", "source"), list(itertools.product(VIEWS, VIEWS)))
 def test_complex_views(target, source, dtype):
     values = torch.complex(torch.arange(5.0), torch.arange(5.0) + 10).to(dtype)
     given, memory = VIEWS[source](values), VIEWS[target](torch.zeros(5, dtype=dtype))
