@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import struct
@@ -27,6 +26,9 @@ SHORTEST = 0.01
 
 RETRY = 0.05
 """Seconds between two tries to reach a server that is not up yet."""
+
+WRITING = 0.5
+"""Seconds in which a rank that lives writes more to a rendezvous file, if it is in the middle of a record."""
 
 _LENGTH = struct.Struct("N")
 
@@ -95,7 +97,7 @@ def _at_url(url: str, place: str, rank: int, world_size: int, timeout: float) ->
         raise ValueError(f"rendezvous {url!r}: rank and world_size are arguments; leave out ?{parts.query}")
 
     if parts.scheme == "file":
-        return Board(Lines(_at_file(url, parts, world_size, min(timeout, LONGEST))), place)
+        return Board(Lines(_at_file(url, parts, world_size)), place)
 
     limit = timedelta(seconds=min(timeout, LONGEST))
     if parts.scheme == "tcp":
@@ -198,39 +200,49 @@ def _wait_for_server(host: str, port: int, deadline: float) -> None:
         time.sleep(RETRY)
 
 
-def _at_file(url: str, parts: SplitResult, world_size: int, limit: float) -> dist.Store:
+def _at_file(url: str, parts: SplitResult, world_size: int) -> dist.Store:
     if not parts.path or parts.netloc:
         raise ValueError(f"rendezvous {url!r}: a file's URL has three slashes and a whole path: file:///path")
 
     path = unquote(parts.path)
     try:
-        opened = _in_time(url, time.monotonic() + limit, lambda: _opened(path, world_size))
+        with open(path, "ab"):
+            pass  # a FileStore tries for five minutes to open what can't be opened
+
+        _check_records(path)
+        opened = dist.FileStore(path, world_size)
         with _lock:
             kept = _kept.setdefault(url, opened)
 
-    except TimeoutError as error:
-        raise StoreTimeoutError(
-            f"the rendezvous {url} was not free within {seconds(limit)}: a process that is stopped holds its lock"
-        ) from error
     except (OSError, RuntimeError) as error:
         raise DtorchError(f"the rendezvous {url} can't be used: {_first_line(error)}") from error
 
     return own_line(kept)
 
 
-def _opened(path: str, world_size: int) -> dist.FileStore:
-    # Looked at first: a FileStore tries for five minutes to open what can't be opened, and reads for ever what ends in
-    # the middle of a record.
-    with open(path, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        file.seek(0)
-        if not _holds_records(file.read()):
+def _check_records(path: str) -> None:
+    """A FileStore reads for ever what ends in the middle of a record.
+
+    Without its lock, for which it waits with the GIL. So what another rank is just writing is looked at again.
+
+    :raises OSError: if the file holds something else.
+    """
+    before = None
+    while True:
+        with open(path, "rb") as file:
+            held = file.read()
+
+        if _holds_records(held):
+            return
+
+        if held == before:
             raise OSError(
                 "it holds something else than the records of a FileStore, or ends in the middle of one, as when its "
                 "writer was killed; name a file that is not there"
             )
 
-    return dist.FileStore(path, world_size)
+        before = held
+        time.sleep(WRITING)
 
 
 def _holds_records(data: bytes) -> bool:
