@@ -22,6 +22,7 @@ from dtorch_core.reduction import Rule
 from dtorch_samedevice_group import fused
 from dtorch_samedevice_group.blocks import Job, Task, Tensors, copies, share
 from dtorch_samedevice_group.fused_again import Again
+from dtorch_samedevice_group.overlaps import meet
 from dtorch_samedevice_group.recipes import recipe
 
 
@@ -49,9 +50,14 @@ def nothing() -> Collective:
 def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
     """Each rank's tensors are replaced by their reduction over the ranks."""
     do, how, again = partial(_reduce_in_place, rule, factor), recipe(rule, factor), Again()
+    copied = partial(_reduce_copies, rule, factor)
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         jobs: Sequence[Job] = _by_position(offers)
+        if (len(jobs) > 1 and meet(_flat(jobs))) or _is_shared(jobs):
+            # All is read before anything is written.
+            return share([[*job, *[tensor.clone() for tensor in job]] for job in jobs], copied)
+
         if how is not None and jobs and fused.takes(jobs[0][0]):
             tensors, attempt = jobs[0] if len(jobs) == 1 else _flat(jobs), partial(fused.reduce_in_place, how, jobs)
             jobs = again.left(tensors, tensors, attempt)
@@ -279,6 +285,20 @@ def _reduce_in_place(rule: Rule, factor: float | None, tensors: Job) -> None:
     rule.into(first, tensors, factor)
     for other in tensors[1:]:
         other.copy_(first)
+
+
+def _is_shared(jobs: Sequence[Job]) -> bool:
+    """Ranks of one process have given the same tensor. Two of them are read before it is written."""
+    return len(jobs) == 1 and len(jobs[0]) > 2 and len(set(map(Tensor.data_ptr, jobs[0]))) < len(jobs[0])
+
+
+def _reduce_copies(rule: Rule, factor: float | None, job: Job) -> None:
+    """Of tensors, then their copies: the tensors become the copies' reduction."""
+    count = len(job) // 2
+    first = job[count]
+    rule.into(first, job[count:], factor)
+    for tensor in job[:count]:
+        tensor.copy_(first)
 
 
 def _reduce_out(rule: Rule, factor: float | None, job: Job) -> None:

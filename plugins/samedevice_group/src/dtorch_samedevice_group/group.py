@@ -49,6 +49,7 @@ from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine
 from dtorch_samedevice_group.monitored import monitored_barrier
 from dtorch_samedevice_group.options import Options, is_async
+from dtorch_samedevice_group.overlaps import Roles, as_one, guarded, harmless
 from dtorch_samedevice_group.repeats import Repeats
 from dtorch_samedevice_group.sparse import Parts, SparseWork, checked, is_sparse
 from dtorch_samedevice_group.torch_side import TorchSide
@@ -72,6 +73,8 @@ class Plan(NamedTuple):
     """What the ranks tell each other besides; it may differ."""
     cut: Cut | None = None
     """How the tensors follow from those of the call, where they are not the same."""
+    roles: Roles | None = None
+    """None: no output of a rank can lie across an input that another rank reads."""
 
     @property
     def note(self) -> str:
@@ -94,10 +97,14 @@ def _collective(
     def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> Waited:
         reading = None if named else repeats.read(name, args)
         if reading is not None and (known := self._repeats.get(reading[0])) is not None:
-            note, outputs, work, cut = known
+            note, outputs, work, cut, roles = known
             _, tensors, timeout, aside = reading
+            apart = roles is None or (cut is not None and harmless(tensors[0], tensors[1], roles.piece))
             if cut is not None:
                 tensors = cut(tensors)
+
+            if roles is not None and not apart:
+                tensors = self._guarded(name, tensors, roles)
 
             seconds = self._timeout if timeout is None else seconds_of(timeout, self._timeout)
             post = self._engine.post_aside if aside and self._coalesced is None else self._engine.post
@@ -124,6 +131,9 @@ def _collective(
             self._repeats.learn(reading, planned)
 
         tensors = [plain(tensor) for tensor in planned.tensors]
+        if planned.roles is not None:
+            tensors = self._guarded(name, tensors, planned.roles)
+
         seconds = self._timeout if planned.timeout is None else planned.timeout
         aside = self._coalesced is None and is_async((*args, *named.values()))
         post = self._engine.post_aside if aside else self._engine.post
@@ -183,6 +193,11 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         self._engine = Engine(self._store, ctx.name, aside=ctx.topology.same_process)
         self._repeats = Repeats()
         self._monitored = itertools.count()
+        rank, ranks = self._rank, range(self._size)
+        # What becomes what on this rank itself may be one memory: see :mod:`dtorch_samedevice_group.overlaps`.
+        self._one_input = Roles(ranks, [(self._size, rank)], piece=rank)
+        self._one_output = Roles([0], [(1 + r, 0 if r == rank else None) for r in ranks], piece=rank)
+        self._one_each = Roles(ranks, [(self._size + r, r if r == rank else None) for r in ranks])
 
     # What the core uses besides c10d's methods (dtorch_core._extras)
 
@@ -309,7 +324,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         if self._rank == root:
             outputs = one_each("outputs", only_list("outputs", output_lists), self._size)
 
-        return Plan(f"gather(dst={root})", (*outputs, tensor), outputs, collectives.gather(root), options.timeout)
+        return self._gather(outputs, tensor, options)
 
     @_collective
     def gather_single(self, output: Tensor, tensor: Tensor, *opts: Any, **named: Any) -> Plan:
@@ -318,18 +333,19 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         root = self._check_rank(options.root)
         cut = output_in_parts(self._size) if self._rank == root else input_alone
         *outputs, tensor = cut((output, tensor))
-        work = collectives.gather(root)
-        return Plan(f"gather(dst={root})", (*outputs, tensor), outputs, work, options.timeout, cut=cut)
+        return self._gather(outputs, tensor, options)._replace(cut=cut)
 
     @_collective
     def scatter(self, outputs: Any, input_lists: Any, *opts: Any, **named: Any) -> Plan:
         output, options = only("output", outputs), Options.read(opts, named)
         root = self._check_rank(options.root)
         inputs: Sequence[Tensor] = ()
+        roles = None
         if self._rank == root:
-            inputs = one_each("inputs", only_list("inputs", input_lists), self._size)
+            inputs, roles = one_each("inputs", only_list("inputs", input_lists), self._size), self._one_output
 
-        return Plan(f"scatter(src={root})", (output, *inputs), (output,), collectives.scatter(root), options.timeout)
+        work = collectives.scatter(root)
+        return Plan(f"scatter(src={root})", (output, *inputs), (output,), work, options.timeout, roles=roles)
 
     @_collective
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *opts: Any, **named: Any) -> Plan:
@@ -409,27 +425,39 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
 
     # What they share
 
+    def _guarded(self, name: str, tensors: Sequence[Tensor], roles: Roles) -> list[Tensor]:
+        try:
+            return guarded(tensors, roles)
+        except Exception as error:  # no memory for a copy: the peers are told
+            self._engine.refuse(name, error)
+            raise
+
     def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], options: Options) -> Plan:
         one_each("inputs", inputs, self._size)
         check_fits("output", output, inputs[self._rank])
         work = collectives.reduce_scatter(rule(options.op, one_dtype(inputs)), options.factor)
         call = f"reduce_scatter({describe_all(inputs)}, {options.op_text})"
-        return Plan(call, (output, *inputs), (output,), work, options.timeout)
+        return Plan(call, (output, *inputs), (output,), work, options.timeout, roles=self._one_output)
 
     def _all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, options: Options) -> Plan:
         one_each("outputs", outputs, self._size)
         check_fits("input", tensor, outputs[self._rank])
         call = f"all_gather({describe_all(outputs)})"
-        return Plan(call, (*outputs, tensor), outputs, collectives.all_gather(), options.timeout)
+        work = collectives.all_gather()
+        return Plan(call, (*outputs, tensor), outputs, work, options.timeout, roles=self._one_input)
+
+    def _gather(self, outputs: Sequence[Tensor], tensor: Tensor, options: Options) -> Plan:
+        call, work = f"gather(dst={options.root})", collectives.gather(options.root)
+        roles = self._one_input if self._rank == options.root else None
+        return Plan(call, (*outputs, tensor), outputs, work, options.timeout, roles=roles)
 
     def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Options) -> Plan:
         one_each("outputs", outputs, self._size)
         one_each("inputs", inputs, self._size)
         tensors = (*outputs, *inputs)
         alike = len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1
-        return Plan(
-            "all_to_all", tensors, outputs, collectives.all_to_all(alike), options.timeout, describe_all(tensors)
-        )
+        work, data = collectives.all_to_all(alike), describe_all(tensors)
+        return Plan("all_to_all", tensors, outputs, work, options.timeout, data, roles=self._one_each)
 
     def _check_rank(self, rank: int) -> int:
         if not 0 <= rank < self._size:
@@ -446,4 +474,5 @@ def _as_one(plans: Sequence[Plan]) -> Plan:
         [tensor for plan in plans for tensor in plan.written],
         collectives.together([plan.work for plan in plans], [len(plan.tensors) for plan in plans]),
         plans[0].timeout if plans else None,
+        roles=as_one([plan.roles for plan in plans], [len(plan.tensors) for plan in plans]),
     )

@@ -20,6 +20,7 @@ from dtorch_samedevice_group.options import PREMUL_SUM, can_be_async, names_of, 
 if TYPE_CHECKING:
     from dtorch_samedevice_group.arguments import Cut
     from dtorch_samedevice_group.group import Plan
+    from dtorch_samedevice_group.overlaps import Roles
 
 Form = tuple[object, ...]
 """What a plan depends on: the method, each tensor's GPU, dtype and shape, the strides of one that may be cut, and the
@@ -42,6 +43,7 @@ class Known(NamedTuple):
     work: Collective
     cut: Cut | None
     """From the call's tensors, those of the plan; None if they are the same."""
+    roles: Roles | None
 
 
 class Repeats(dict[Form, Known]):
@@ -58,7 +60,7 @@ class Repeats(dict[Form, Known]):
         if len(self) >= _MOST:
             self.clear()
 
-        self[form] = Known(plan.note, len(plan.written), plan.work, plan.cut)
+        self[form] = Known(plan.note, len(plan.written), plan.work, plan.cut, plan.roles)
 
 
 def read(method: str, args: Sequence[object]) -> Reading | None:
