@@ -10,7 +10,7 @@ from torch import Tensor
 from dtorch_core import streams
 from dtorch_core._copies import copy_into
 from dtorch_core._shapes import Shape, describe
-from dtorch_core.checks import check_written
+from dtorch_core.checks import check_written, plain_tensor
 from dtorch_core.errors import UnsupportedTensorError
 
 
@@ -29,7 +29,9 @@ class Memory:
         :param reads: this rank's inputs, which its peers may still read when the first results are written.
         :raises UnsupportedTensorError: if ``out`` has another shape, dtype or device.
         """
+        self._given = out
         if out is not None:
+            out = plain_tensor(out)
             _check_out(label, out, shape, device)
 
         self._out = out
@@ -39,7 +41,7 @@ class Memory:
 
     def result(self) -> Tensor:
         """What the caller gets, once the collective is done: ``out``, or new memory. May be called again."""
-        if self._out is None:
+        if self._out is None or self._given is None:
             return self.tensor
 
         if not self._direct:
@@ -49,7 +51,7 @@ class Memory:
             else:
                 streams.order_after(self._stored[0], self._out)
 
-        return self._out
+        return self._given
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:

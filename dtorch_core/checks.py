@@ -6,6 +6,7 @@ import math
 import operator
 import sys
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from dtorch_core._text import count
 from dtorch_core.errors import ProtocolError, UnsupportedTensorError
 
 _MOST = 1 << 20
+
+_SILENT = torch._C._disabled_torch_function_impl
+
+T = TypeVar("T")
 
 LONGEST = 1e8
 """Seconds, more than three years: what every clock that is asked can count. Who wants to wait longer waits so long."""
@@ -133,6 +138,24 @@ def check_tensor(call: str, tensor: Tensor) -> None:
 
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedTensorError(f"{call}: a tensor on {tensor.device} can't be exchanged")
+
+
+def plain_tensor(x: T) -> T:
+    """What a call was given, of a subclass of Tensor as the plain tensor that it is: no ``__torch_function__`` of the
+    program's runs in what follows. Without its history, as ``x.detach()``.
+
+    What is no tensor stays, and a subclass that holds more than its values: :func:`check_tensor` refuses them. So does
+    a Parameter, whose class runs nothing.
+    """
+    kind: Any = type(x)
+    if kind is Tensor or not isinstance(x, Tensor):
+        return x
+
+    if kind.__torch_function__ is _SILENT or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return x
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.detach()  # type: ignore[return-value]
 
 
 def check_written(call: str, tensor: Tensor) -> None:

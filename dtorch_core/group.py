@@ -36,7 +36,7 @@ from dtorch_core._shapes import (
 )
 from dtorch_core._topology import Topology
 from dtorch_core._work import Work
-from dtorch_core.checks import check_written
+from dtorch_core.checks import check_written, plain_tensor
 from dtorch_core.errors import PluginError, StoreTimeoutError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ThreadGroup(GroupCalls):
         if in_place is not None and in_place.all_reduce(x, op):
             return x
 
-        word = word_of(op)
+        x, word = plain_tensor(x), word_of(op)
         call = f"all_reduce({describe(x)}, {word})"
 
         def prepare() -> Prepared[Tensor]:
@@ -106,7 +106,7 @@ class ThreadGroup(GroupCalls):
         async_op: bool = False,
     ) -> Any:  # noqa: ANN401
         """The reduction of all ranks' ``x`` on rank ``dst``; None on the others, whose ``out`` is left alone."""
-        word = word_of(op)
+        x, word = plain_tensor(x), word_of(op)
         call = f"reduce({describe(x)}, {word}, dst={dst})"
 
         def prepare() -> Prepared[Tensor | None]:
@@ -132,6 +132,7 @@ class ThreadGroup(GroupCalls):
         async_op: bool = False,
     ) -> Any:  # noqa: ANN401
         """Rank ``src``'s ``x``. The others' ``x`` say which shape they expect; their values do not matter."""
+        x = plain_tensor(x)
         call = f"broadcast({describe(x)}, src={src})"
 
         def prepare() -> Prepared[Tensor]:
@@ -156,6 +157,7 @@ class ThreadGroup(GroupCalls):
 
         A 0-dim tensor counts as one element.
         """
+        x = plain_tensor(x)
         call = f"all_gather({describe(x)}, dim={dim})"
 
         def tell() -> str:
@@ -177,6 +179,7 @@ class ThreadGroup(GroupCalls):
 
     def all_gather_list(self, x: Tensor, *, timeout: float | None = None, async_op: bool = False) -> Any:  # noqa: ANN401
         """A list of all ranks' ``x``, in rank order; shapes may differ, dtypes may not."""
+        x = plain_tensor(x)
         call = f"all_gather_list({describe(x)})"
 
         def tell() -> str:
@@ -206,7 +209,7 @@ class ThreadGroup(GroupCalls):
 
         Chunks have ``torch.chunk``'s sizes where ``dim`` does not divide; the last ranks' may be empty.
         """
-        word = word_of(op)
+        x, word = plain_tensor(x), word_of(op)
         call = f"reduce_scatter({describe(x)}, dim={dim}, {word})"
 
         def prepare() -> Prepared[Tensor]:
@@ -216,7 +219,7 @@ class ThreadGroup(GroupCalls):
             parts = _chunks(x, own_dim(label, dim, x), self.world_size)
             self._check_uneven(call, [Shape.of(part) for part in parts])
             mine = parts[self.rank]
-            in_place = isinstance(out, Tensor) and same_place(out, mine)
+            in_place = isinstance(out, Tensor) and same_place(plain_tensor(out), mine)
             others = parts[: self.rank] + parts[self.rank + 1 :]
             memory = Memory(label, out, Shape.of(mine), x.device, others if in_place else parts)
             return lambda s: _c10d.reduce_scatter(self.process_group, memory.tensor, parts, word, s), memory.result
@@ -237,6 +240,7 @@ class ThreadGroup(GroupCalls):
 
         Chunks have ``torch.chunk``'s sizes. Ranks' sizes along ``concat_dim`` may differ.
         """
+        x = plain_tensor(x)
         call = f"all_to_all({describe(x)}, split_dim={split_dim}, concat_dim={concat_dim})"
 
         def cut() -> list[Tensor]:
@@ -265,6 +269,7 @@ class ThreadGroup(GroupCalls):
         self, xs: Sequence[Tensor], *, timeout: float | None = None, async_op: bool = False
     ) -> Any:  # noqa: ANN401
         """``xs[r]`` goes to rank r; a list of what arrives, in rank order. Shapes may differ, dtypes may not."""
+        xs = _plain_tensors(xs)
         call = f"all_to_all_list({describe_all(xs)})"
 
         def tell() -> str:
@@ -285,6 +290,7 @@ class ThreadGroup(GroupCalls):
         self, x: Tensor, dst: int = 0, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:  # noqa: ANN401
         """On rank ``dst`` a list of all ranks' ``x``, whose shapes may differ; None on the others."""
+        x = plain_tensor(x)
         call = f"gather({describe(x)}, dst={dst})"
 
         def tell() -> str:
@@ -314,6 +320,7 @@ class ThreadGroup(GroupCalls):
         async_op: bool = False,
     ) -> Any:  # noqa: ANN401
         """``xs[r]`` of rank ``src`` on rank r. The other ranks pass None, and need not know the shapes."""
+        xs = _plain_tensors(xs)
         call = f"scatter({describe_all(xs)}, src={src})"
 
         def tell() -> str:
@@ -330,7 +337,7 @@ class ThreadGroup(GroupCalls):
             inputs = [x.detach() for x in xs or ()] if self.rank == src else None
             device = inputs[0].device if inputs else torch.device(self.device)
             if isinstance(out, Tensor):
-                device = out.device  # a source elsewhere is refused by the process group
+                device = plain_tensor(out).device  # a source elsewhere is refused by the process group
 
             memory = Memory(self._label(call), out, shapes[self.rank], device, inputs or ())
             even = len(set(shapes)) == 1
@@ -352,6 +359,7 @@ class ThreadGroup(GroupCalls):
 
         It does not wait for the receiver. Messages of one source, destination and tag arrive in order.
         """
+        x = plain_tensor(x)
         call = f"send({describe(x)}, dst={dst}, tag={tag})"
         record, _ = self._begin(call, collective=False)
         seconds = self._seconds(call, timeout, async_op)
@@ -379,11 +387,16 @@ class ThreadGroup(GroupCalls):
         record, _ = self._begin(call, collective=False)
         seconds = self._seconds(call, timeout, async_op)
         self._check_p2p(call, src, tag)
-        if out is not None:
-            check_written(f"{self._label(call)}, out=", out)
+        into = None if out is None else plain_tensor(out)
+        if into is not None:
+            check_written(f"{self._label(call)}, out=", into)
 
-        received = _p2p.receive(self.process_group, self._beside, self.device, src, tag, out, seconds)
-        work = Work(call, None, lambda _: (received, lambda: received.result()[0]), seconds, self.device, record)
+        received = _p2p.receive(self.process_group, self._beside, self.device, src, tag, into, seconds)
+
+        def message() -> Any:  # noqa: ANN401
+            return received.result()[0] if out is None else out
+
+        work = Work(call, None, lambda _: (received, message), seconds, self.device, record)
         if async_op:
             return work
 
@@ -514,7 +527,7 @@ def _checked_process_group(process_group: Any, ctx: BackendContext) -> dist.Proc
 
 def _started_from(label: str, out: Tensor | None, x: Tensor) -> Memory:
     """Memory that holds ``x``'s values and will hold the result."""
-    in_place = isinstance(out, Tensor) and same_place(out, x)
+    in_place = isinstance(out, Tensor) and same_place(plain_tensor(out), x)
     memory = Memory(label, out, Shape.of(x), x.device, () if in_place else (x,))
     if not in_place:
         copy_into(memory.tensor, x.detach())
@@ -524,11 +537,16 @@ def _started_from(label: str, out: Tensor | None, x: Tensor) -> Memory:
 
 def _read_elsewhere(out: Tensor | None, sizes: Sequence[int], dim: int, rank: int, shard: Tensor) -> Sequence[Tensor]:
     """The shard, unless it lies in ``out`` already, where it belongs."""
+    out = None if out is None else plain_tensor(out)
     if isinstance(out, Tensor) and out.dim() == shard.dim() and out.shape[dim] == sum(sizes):
         if same_place(out.split(list(sizes), dim)[rank], shard):
             return ()
 
     return (shard,)
+
+
+def _plain_tensors(xs: Any) -> Any:  # noqa: ANN401 - checked later
+    return [plain_tensor(x) for x in xs] if isinstance(xs, Sequence) else xs
 
 
 def _chunks(x: Tensor, dim: int, parts: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from dtorch_core._context import BackendContext
 from dtorch_core._promise_backends import Reach, choose, named
 from dtorch_core._promise_token import Token, parse
 from dtorch_core._reasons import CAPABILITIES
-from dtorch_core.checks import check_tensor
+from dtorch_core.checks import check_tensor, plain_tensor
 from dtorch_core.errors import BrokenPromiseError, ProtocolError, UnsupportedOperationError
 from dtorch_core.future import Outcome, TensorFuture
 
@@ -84,6 +84,7 @@ class TensorPromise(ABC):
             outcome = Outcome()
         else:
             where = f"set_result of {self.label}"
+            tensor = plain_tensor(tensor)
             check_tensor(where, tensor)
             if tensor.device.type not in self.capabilities:
                 raise UnsupportedOperationError(

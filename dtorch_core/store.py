@@ -76,7 +76,8 @@ class TensorStore(ABC):
         """Publish ``tensor`` under ``key`` for ``get_count`` consumers. Returns at once.
 
         The tensor must stay unchanged until :meth:`src_wait_until_get_finished` returns. On CUDA its value is what
-        ``stream`` (the current one where None) will have written by then.
+        ``stream`` (the current one where None) will have written by then. One of a subclass is carried as the plain
+        tensor that it is.
 
         :param dest_device: a hint: consumers want it there, so it is moved once, on this side.
         :param writable: consumers may write into it until they finish; no two of its elements may share memory.

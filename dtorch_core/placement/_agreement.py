@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dtorch_core.checks import check_tensor
+from dtorch_core.checks import check_tensor, plain_tensor
 from dtorch_core.errors import CollectiveMismatchError, DtorchError
 from dtorch_core.placement._call import Call, Key, data_key, hello_key
 from dtorch_core.placement._hello import Hello
@@ -83,6 +83,7 @@ def checked(what: str, sides: Sequence[Side], held: Tensor | None) -> Tensor:
     if held is None:
         raise ValueError(f"{what}: it holds a part of the tensor, but passed None")
 
+    held = plain_tensor(held)
     check_tensor(what, held)
     for side in sides:
         resolve(side.specs, side.mesh, held.shape, what)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dtorch_core import _notes
+from dtorch_core.checks import plain_tensor
 from dtorch_core.errors import CollectiveMismatchError
 from dtorch_core.group import ThreadGroup
 from dtorch_core.placement._agreement import checked
@@ -59,7 +60,7 @@ class Conversion:
         if self.rank not in self.mesh.ranks:
             return None
 
-        plan = _plan(self.mesh, source, target, x.dim() if shape is None and isinstance(x, Tensor) else 0)
+        plan = _plan(self.mesh, source, target, plain_tensor(x).dim() if shape is None and isinstance(x, Tensor) else 0)
         seat = plan.seat(self.rank)
         # All groups before anything that can fail on one rank alone: it has to reach the ranks of every step.
         audience = self.group_of(seat.span) if shape is None and plan.needs_sizes else None

@@ -18,6 +18,7 @@ from dtorch_core._topology import Member, Topology
 from dtorch_core.group import ThreadGroup
 from dtorch_core.launcher import RankContext
 from dtorch_core.testing._harness import CUDA, Conformance, installed_spec, run_ranks
+from dtorch_core.testing._subclasses import quiet
 
 T = TypeVar("T")
 
@@ -184,7 +185,10 @@ class Collective:
 
 def _pieces(x: Tensor, world_size: int) -> list[Tensor]:
     """One tensor for each rank, no two alike."""
-    return [x + 100 * rank for rank in range(world_size)]
+    if type(x) is Tensor:
+        return [x + 100 * rank for rank in range(world_size)]
+
+    return [(quiet(x) + 100 * rank).as_subclass(type(x)) for rank in range(world_size)]
 
 
 COLLECTIVES = [

@@ -25,6 +25,7 @@ from dtorch_core.testing._group_base import (
     same,
 )
 from dtorch_core.testing._harness import requires, undeclared
+from dtorch_core.testing._subclasses import loud, quiet
 
 LARGE = 1_200_001
 """Elements, an odd number: more than a backend would handle in one piece."""
@@ -189,6 +190,42 @@ class CollectiveTests(GroupConformance):
                 assert same(got, chunks(sum(xs, torch.zeros_like(xs[0])), world_size, dim)[group.rank]), f"dim {dim}"
 
         self.ranks(body, world_size, device)
+
+    @EACH
+    def test_subclass_is_taken_as_the_plain_tensor_that_it_is(self, collective: Collective, device: str) -> None:
+        """The ranks' classes differ, and none of them is asked anything. What is given as ``out`` is returned."""
+
+        def body(group: ThreadGroup) -> None:
+            xs = [coded(rank, (4, 2), group.device) for rank in range(2)]
+            wanted = collective.wanted(xs, group.rank)
+            x = loud(xs[group.rank].clone(), group.rank)
+            got = collective.call(group, x)
+            if wanted is not None:
+                assert {type(tensor) for tensor in (got if isinstance(got, list) else [got])} == {Tensor}
+
+            assert same(got, wanted)
+            assert same(quiet(x), xs[group.rank])
+            if collective.out:
+                out = loud(torch.zeros_like(xs[0] if wanted is None else wanted), group.rank)
+                got = collective.call(group, x, out=out)
+                assert got is (None if wanted is None else out)
+                assert wanted is None or same(quiet(out), wanted)
+
+        self.ranks(body, 2, device)
+
+    @pytest.mark.parametrize("op", ["all_reduce", "broadcast", "reduce"])
+    def test_subclass_may_be_reduced_in_place(self, op: str, device: str) -> None:
+        (collective,) = [c for c in COLLECTIVES if c.name == op]
+
+        def body(group: ThreadGroup) -> None:
+            xs = [coded(rank, (4, 2), group.device) for rank in range(2)]
+            wanted = collective.wanted(xs, group.rank)
+            for _ in range(3):
+                x = loud(xs[group.rank].clone(), group.rank)
+                assert collective.call(group, x, out=x) is (None if wanted is None else x)
+                assert same(quiet(x), xs[group.rank] if wanted is None else wanted)
+
+        self.ranks(body, 2, device)
 
     @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
     @pytest.mark.parametrize("dtype", all_dtypes(), ids=lambda dtype: str(dtype).removeprefix("torch."))

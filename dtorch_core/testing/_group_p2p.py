@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from dtorch_core.errors import (
     CollectiveMismatchError,
@@ -21,6 +22,7 @@ from dtorch_core.testing._group_base import SHORT, GroupConformance, all_dtypes,
 from dtorch_core.testing._group_collectives import LAYOUTS
 from dtorch_core.testing._group_ending import AT_ONCE, LONG_WAIT
 from dtorch_core.testing._harness import Background, asleep, requires, undeclared
+from dtorch_core.testing._subclasses import loud, quiet
 
 SHAPES = [(7,), (), (0,), (2, 0, 3), (3, 5), (1, 1, 2, 1, 2), (1_200_001,)]
 
@@ -62,6 +64,24 @@ class MessageTests(GroupConformance):
                 assert same(got, LAYOUTS[layout](1).to(group.device))
                 assert not got.requires_grad
                 got.add_(1)  # the receiver's own
+
+        self.ranks(body, 2, device)
+
+    @requires("p2p")
+    def test_message_of_a_subclass_is_a_plain_tensor(self, device: str) -> None:
+        def body(group: ThreadGroup) -> None:
+            if group.rank == 0:
+                for _ in range(2):
+                    group.send(loud(coded(3, (5,), group.device)), 1)
+
+                return
+
+            got = group.recv(0)
+            assert type(got) is Tensor
+            assert same(got, coded(3, (5,), group.device))
+            out = loud(torch.zeros(5, device=group.device), 1)
+            assert group.recv(0, out=out) is out
+            assert same(quiet(out), got)
 
         self.ranks(body, 2, device)
 

@@ -19,6 +19,7 @@ from dtorch_core.testing._harness import Background, asleep, undeclared
 from dtorch_core.testing._promise_base import PromiseConformance
 from dtorch_core.testing._store_base import coded, same
 from dtorch_core.testing._store_values import LAYOUTS
+from dtorch_core.testing._subclasses import loud
 
 SETS: dict[str, Callable[[TensorPromise], None]] = {
     "value": lambda promise: promise.set_result(coded(9)),
@@ -96,6 +97,13 @@ class ValueTests(PromiseConformance):
         promise.set_result(coded(0, (6,), device).remainder(2).to(dtype))
         got = future.result(self.patience)
         assert got is not None and same(got, coded(0, (6,), device).remainder(2).to(dtype))
+
+    def test_subclass_arrives_as_the_plain_tensor_that_it_is(self, device: str) -> None:
+        promise, future = self.pair(device)
+        promise.set_result(loud(coded(1, (3, 5), device)))
+        got = future.result(self.patience)
+        assert type(got) is Tensor
+        assert same(got, coded(1, (3, 5), device))
 
     @pytest.mark.parametrize("parameter", [False, True], ids=["not a leaf", "parameter"])
     def test_requires_grad_arrives_detached(self, parameter: bool, device: str) -> None:

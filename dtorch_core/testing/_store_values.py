@@ -27,6 +27,7 @@ from dtorch_core.testing._group_base import all_dtypes
 from dtorch_core.testing._group_base import same as same_bits
 from dtorch_core.testing._harness import requires, undeclared
 from dtorch_core.testing._store_base import SHORT, StoreConformance, coded, same, take
+from dtorch_core.testing._subclasses import loud
 
 DTYPES = all_dtypes()
 
@@ -159,6 +160,44 @@ class ValueTests(StoreConformance):
             assert (sent.requires_grad, sent.data_ptr(), sent.untyped_storage().nbytes()) == before
 
         self.ranks(body, 1, device)
+
+    def test_subclass_arrives_as_the_plain_tensor_that_it_is(self, device: str) -> None:
+        """Nothing of its class is asked anything."""
+
+        def body(store: TensorStore) -> None:
+            if store.rank == 0:
+                for number, shape in enumerate(((7,), (300, 300))):
+                    for stage in range(2):
+                        store.src_set("k", loud(coded(number, shape, device), stage), 1)
+                        store.src_wait_until_get_finished("k")
+
+                return
+
+            for number, shape in enumerate(((7,), (300, 300))):
+                got = store.dest_get("k")
+                assert type(got) is Tensor
+                assert same(got, coded(number, shape, device))
+                store.dest_finish_get("k")
+                copy = store.dest_get_to_device("k", device)
+                assert type(copy) is Tensor
+                assert same(copy, coded(number, shape, device))
+
+        self.ranks(body, 2, device)
+
+    @requires("zero_copy")
+    def test_subclass_is_written_to(self, device: str) -> None:
+        def body(store: TensorStore) -> None:
+            if store.rank == 0:
+                memory = coded(0, device=device)
+                store.src_set("k", loud(memory), 1, writable=True)
+                store.src_wait_until_get_finished("k")
+                assert same(memory, coded(1, device=device))
+                return
+
+            store.dest_get("k").copy_(coded(1, device=device))
+            store.dest_finish_get("k")
+
+        self.ranks(body, 2, device)
 
     def test_grad_mode_of_the_consumer_is_its_own(self, device: str) -> None:
         """What was published without grad can be computed with under grad, and saved for backward as a clone."""

@@ -19,7 +19,7 @@ from dtorch_core import (
     TensorStore,
     UnsupportedOperationError,
 )
-from dtorch_core.checks import check_publish
+from dtorch_core.checks import check_publish, plain_tensor
 
 Missing = tuple[set[int], set[int], int]
 """Who has to act before a wait is over: all of the first ranks, and so many of the second."""
@@ -68,6 +68,7 @@ class ExampleStore(TensorStore):
         dest_device: torch.device | str | None = None,
         writable: bool = False,
     ) -> None:
+        tensor = plain_tensor(tensor)
         check_publish(key, tensor, get_count, self.world_size)
         if tensor.is_cuda or writable or torch.device(dest_device or "cpu").type != "cpu":
             raise UnsupportedOperationError(f"{self}: src_set({key!r}): example carries CPU tensors, read-only")

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
 from dtorch_core._goodbyes import say_elsewhere
-from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout, check_written
+from dtorch_core.checks import (
+    check_device,
+    check_empty,
+    check_key,
+    check_publish,
+    check_timeout,
+    check_written,
+    plain_tensor,
+)
 from dtorch_core.declared import Declared
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
@@ -43,6 +51,9 @@ class FileTensorStore(TensorStore):
         writable: bool = False,
     ) -> None:
         session = self._session
+        if type(tensor) is not Tensor:
+            tensor = plain_tensor(tensor)
+
         check_publish(key, tensor, get_count, self.world_size)
         if writable:
             check_written(f"src_set({key!r}, writable=True)", tensor)

@@ -14,7 +14,15 @@ from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
 from dtorch_core._copies import cloned
 from dtorch_core._goodbyes import say_elsewhere
 from dtorch_core._memory import own_bytes
-from dtorch_core.checks import check_device, check_empty, check_key, check_publish, check_timeout, check_written
+from dtorch_core.checks import (
+    check_device,
+    check_empty,
+    check_key,
+    check_publish,
+    check_timeout,
+    check_written,
+    plain_tensor,
+)
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
 from dtorch_memory_store.keys import Publication
@@ -46,6 +54,9 @@ class MemoryTensorStore(TensorStore):
         dest_device: torch.device | str | None = None,
         writable: bool = False,
     ) -> None:
+        if type(tensor) is not Tensor:
+            tensor = plain_tensor(tensor)
+
         check_publish(key, tensor, get_count, self.world_size)
         if writable:
             check_written(f"src_set({key!r}, writable=True)", tensor)

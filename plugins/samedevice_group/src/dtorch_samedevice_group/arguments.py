@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtorch_core import UnsupportedTensorError
 from dtorch_core._shapes import describe, describe_all
-from dtorch_core.checks import check_tensor
+from dtorch_core.checks import check_tensor, plain_tensor
 
 Cut = Callable[[Sequence[Tensor]], list[Tensor]]
 """Makes the tensors that a collective is about of those that its call was given. They are views."""
@@ -130,6 +130,24 @@ def plain(tensor: Tensor) -> Tensor:
         computed = True
 
     return tensor.data if computed else tensor.detach()
+
+
+def plainly(given: Any) -> Any:  # noqa: ANN401 - what c10d's methods take
+    """The same arguments, with tensors of subclasses as the plain tensors that they are.
+
+    As :func:`dtorch_core.checks.plain_tensor`, but that autograd hears as much of what is written as of other tensors.
+    """
+    if isinstance(given, dict):
+        return {name: plainly(each) for name, each in given.items()}
+
+    if type(given) in (list, tuple):
+        return [plainly(each) for each in given]
+
+    if plain_tensor(given) is given:
+        return given
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return plain(given)
 
 
 def one_dtype(tensors: Sequence[Tensor]) -> torch.dtype:

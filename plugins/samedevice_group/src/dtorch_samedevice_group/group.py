@@ -44,6 +44,7 @@ from dtorch_samedevice_group.arguments import (
     output_in_parts,
     parts,
     plain,
+    plainly,
 )
 from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine
@@ -114,12 +115,16 @@ def _collective(
 
             return posted
 
-        try:
-            first: Any = args[0] if args else None
-            if name == "allreduce" and is_sparse(first):
-                return self._all_reduce_sparse(listed(first), Options.read(args[1:], named))
+        given: Any = args
+        if reading is None:
+            given, named = plainly(args), plainly(named)
 
-            planned = plan(self, *args, **named)
+        try:
+            first: Any = given[0] if given else None
+            if name == "allreduce" and is_sparse(first):
+                return self._all_reduce_sparse(listed(first), Options.read(given[1:], named))
+
+            planned = plan(self, *given, **named)
             check_together(planned.call, planned.tensors)
             for tensor in planned.written:
                 check_written(planned.call, tensor)
@@ -219,6 +224,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
             self._check_rank(src)
 
         if buffer is not None:
+            buffer = plainly(buffer)
             check_written(call, buffer)
 
         work = ReceiveWork(self._store.expect(src, tag), buffer, self._device, self._timeout, call, of_its_shape)
@@ -397,7 +403,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
     # Point to point
 
     def send(self, tensors: Sequence[Tensor] | Tensor, dst: int, tag: int = 0) -> SendWork:
-        tensor = only("tensor", tensors)
+        tensor = plainly(only("tensor", tensors))
         check_tensor(f"group {self._name!r}, rank {self._rank}, send", tensor)
         self._check_rank(dst)
         with torch.inference_mode(False):  # the copy is the receiver's, who may be in no inference mode

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dtorch_core._copies import cloned
 from dtorch_core._memory import same_place, span
 from dtorch_samedevice_group.blocks import plain
 
@@ -77,7 +78,7 @@ def guarded(tensors: Sequence[Tensor], roles: Roles) -> list[Tensor]:
 
         for out_start, out_end, output in outputs:
             if out_start < end and start < out_end and not (output == own and same_place(tensor, tensors[output])):
-                safe[number] = tensor.clone()
+                safe[number] = cloned(tensor)
                 break
 
     return safe
