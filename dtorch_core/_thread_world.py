@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from dtorch_core import _rank_libraries
+from dtorch_core import _rank_hooks, _rank_libraries, _rank_tables
 from dtorch_core._bound_groups import unbind_defaults
 from dtorch_core._rank_meshes import divide_meshes
 from dtorch_core._rank_properties import unlocked
@@ -77,7 +77,8 @@ def held() -> Iterator[None]:
         )
 
     with inherited.held(), unlocked.held(), _patch.held():
-        yield
+        with _rank_tables.divided.held(), _rank_hooks.divided.held():
+            yield
 
 
 @contextmanager
@@ -86,6 +87,7 @@ def entered(scope: Scope) -> Iterator[None]:
     with held():
         _rank_libraries.divide()
         _rank_libraries.enter(scope)
+        _rank_tables.enter(scope)
         world = scope.own[KEY] = world_class()(scope.rank)
         try:
             with torch.autograd.set_multithreading_enabled(False):
@@ -102,6 +104,7 @@ def entered(scope: Scope) -> Iterator[None]:
             world.kept.clear()
             world.default_pg = world.tracker = world.handlers = None
             scope.own.pop(KEY, None)
+            _rank_tables.leave(scope)
 
 
 class _Worlds:
