@@ -26,12 +26,14 @@ def default_group(scope: Scope, world_size: int, *, alone: bool, opens: bool = T
     :param opens: False: what is in here opens the group itself.
     :raises UnsupportedOperationError: if this torch can't be divided among ranks that are threads.
     """
-    from dtorch_core import _thread_world, torch_backends
+    from dtorch_core import _refused, _thread_world, torch_backends
 
     torch_backends.register_any()
     with ExitStack() as stack:
         if not alone:
             stack.enter_context(_thread_world.entered(scope))
+            if world_size > 1:
+                stack.enter_context(_refused.refused.held())
 
         if opens:
             hook = sys.excepthook
