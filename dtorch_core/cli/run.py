@@ -33,7 +33,8 @@ SHARED = {
     "compiled code": "torch.compile's caches and its limit of recompilations",
     "profiler and export": "one rank at a time",
     "exit handlers": "atexit: they run when all ranks have ended",
-    "symmetric memory and RPC": "for processes alone",
+    "forked children": "may wait for what other ranks held; DataLoader: multiprocessing_context='forkserver'",
+    "symmetric memory and RPC": "for processes alone, as is AsyncCheckpointerType.PROCESS",
 }
 """What ranks that are threads can't have apart, and what that is about."""
 
