@@ -46,6 +46,33 @@ class TestWorks:
 
         on_ranks(body)
 
+    def test_all_to_all_single_gives_its_whole_output(self):
+        def body(pg, group):
+            given = part(pg.rank(), 4)
+            for _ in range(2):  # the second call is not planned again
+                out = torch.zeros(4)
+                work = pg.all_to_all_single(out, given, [], [])
+                (got,) = work.get_future().wait()
+                assert got.data_ptr() == out.data_ptr()
+                assert torch.equal(got, torch.cat([part(r, 4).chunk(2)[pg.rank()] for r in range(2)]))
+                (result,) = work.result()
+                assert result is out
+
+        on_ranks(body)
+
+    def test_sequence_number_counts_the_collectives_of_this_rank(self):
+        def body(pg, group):
+            assert pg._get_sequence_number_for_group() == 0
+            pg.allreduce([part(pg.rank(), 3)]).wait()
+            assert pg._get_sequence_number_for_group() == 1
+            for _ in range(3):
+                pg.broadcast([part(0, 3)]).wait()
+
+            pg.barrier().wait()
+            assert pg._get_sequence_number_for_group() == 5
+
+        on_ranks(body)
+
     def test_work_of_a_message_knows_its_source(self):
         def body(pg, group):
             if pg.rank() == 0:

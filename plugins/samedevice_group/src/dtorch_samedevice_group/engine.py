@@ -43,6 +43,8 @@ class Engine:
         self.world_size = store.world_size
         self._name = name
         self._numbers = itertools.count(1)
+        self.number = 0
+        """That of the call that this rank has begun last."""
         self._second = _Second()
         self._aside = Aside() if aside else None
         self._begun: deque[Ticket] = deque(maxlen=MOST)
@@ -51,7 +53,11 @@ class Engine:
         self, note: str, tensors: Sequence[Tensor], work: Collective, stream: torch.cuda.Stream | None = None
     ) -> Ticket:
         """Post one collective; ``note`` begins with its fingerprint, as a person would write the call."""
-        key = self._second.key or f"collective #{next(self._numbers)}"
+        key = self._second.key
+        if key is None:
+            self.number = number = next(self._numbers)
+            key = f"collective #{number}"
+
         return self.store.post(key, note, tensors, _Compared(self._name, key, work), stream=stream)
 
     def post_aside(self, note: str, tensors: Sequence[Tensor], work: Collective) -> Ticket:
@@ -77,7 +83,8 @@ class Engine:
         What is posted under the context is the second part of this call: it has its number, whatever was called
         meanwhile, and a rank that raises in the first part misses no number.
         """
-        key = f"collective #{next(self._numbers)}"
+        self.number = number = next(self._numbers)
+        key = f"collective #{number}"
         ticket = self.store.post(key, f"{same}\n{call}\n{text}", (), _Compared(self._name, key, nothing()))
         return ticket, self._second_part(f"{key}, second part")
 

@@ -76,6 +76,8 @@ class Plan(NamedTuple):
     """How the tensors follow from those of the call, where they are not the same."""
     roles: Roles | None = None
     """None: no output of a rank can lie across an input that another rank reads."""
+    result: Sequence[Tensor] | None = None
+    """What the Work gives, where that is not what is written: the output of which those are pieces."""
 
     @property
     def note(self) -> str:
@@ -98,8 +100,9 @@ def _collective(
     def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> Waited:
         reading = None if named else repeats.read(name, args)
         if reading is not None and (known := self._repeats.get(reading[0])) is not None:
-            note, outputs, work, cut, roles = known
+            note, outputs, work, cut, roles, whole = known
             _, tensors, timeout, aside = reading
+            result = tensors[:1] if whole else None
             apart = roles is None or (cut is not None and harmless(tensors[0], tensors[1], roles.piece))
             if cut is not None:
                 tensors = cut(tensors)
@@ -109,7 +112,7 @@ def _collective(
 
             seconds = self._timeout if timeout is None else seconds_of(timeout, self._timeout)
             post = self._engine.post_aside if aside and self._coalesced is None else self._engine.post
-            posted = GroupWork(post(note, tensors, work), tensors[:outputs], seconds)
+            posted = GroupWork(post(note, tensors, work), tensors[:outputs] if result is None else result, seconds)
             if self._coalesced is not None:
                 self._coalesced.append(posted)
 
@@ -142,7 +145,8 @@ def _collective(
         seconds = self._timeout if planned.timeout is None else planned.timeout
         aside = self._coalesced is None and is_async((*args, *named.values()))
         post = self._engine.post_aside if aside else self._engine.post
-        posted = GroupWork(post(planned.note, tensors, planned.work), list(planned.written), seconds)
+        outcome = list(planned.written if planned.result is None else planned.result)
+        posted = GroupWork(post(planned.note, tensors, planned.work), outcome, seconds)
         if self._coalesced is not None:
             self._coalesced.append(posted)
 
@@ -203,6 +207,10 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         self._one_input = Roles(ranks, [(self._size, rank)], piece=rank)
         self._one_output = Roles([0], [(1 + r, 0 if r == rank else None) for r in ranks], piece=rank)
         self._one_each = Roles(ranks, [(self._size + r, r if r == rank else None) for r in ranks])
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has begun; equal on ranks that are equally far."""
+        return self._engine.number
 
     # What the core uses besides c10d's methods (dtorch_core._extras)
 
@@ -370,7 +378,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         cut = both_in_pieces(output_split_sizes, input_split_sizes, self._size)
         tensors = cut((output, tensor))
         outputs, inputs = tensors[: self._size], tensors[self._size :]
-        return self._all_to_all(outputs, inputs, Options.read(opts, named))._replace(cut=cut)
+        return self._all_to_all(outputs, inputs, Options.read(opts, named))._replace(cut=cut, result=(output,))
 
     @_with_earlier
     @_collective

@@ -44,6 +44,8 @@ class Known(NamedTuple):
     cut: Cut | None
     """From the call's tensors, those of the plan; None if they are the same."""
     roles: Roles | None
+    whole: bool
+    """The Work's result is the call's first tensor, not its pieces."""
 
 
 class Repeats(dict[Form, Known]):
@@ -60,7 +62,7 @@ class Repeats(dict[Form, Known]):
         if len(self) >= _MOST:
             self.clear()
 
-        self[form] = Known(plan.note, len(plan.written), plan.work, plan.cut, plan.roles)
+        self[form] = Known(plan.note, len(plan.written), plan.work, plan.cut, plan.roles, plan.result is not None)
 
 
 def read(method: str, args: Sequence[object]) -> Reading | None:
