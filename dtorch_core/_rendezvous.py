@@ -30,7 +30,7 @@ RETRY = 0.05
 WRITING = 0.5
 """Seconds in which a rank that lives writes more to a rendezvous file, if it is in the middle of a record."""
 
-_LENGTH = struct.Struct("N")
+_LENGTH = struct.Struct("=I")
 
 T = TypeVar("T")
 
@@ -246,7 +246,7 @@ def _check_records(path: str) -> None:
 
 
 def _holds_records(data: bytes) -> bool:
-    """It is what c10d's FileStore writes: for each key and each value its length, as a C size_t, and its bytes."""
+    """It is what c10d's FileStore writes: for each key and each value its length, as four bytes, and its bytes."""
     at = 0
     while at < len(data):
         if at + _LENGTH.size > len(data):

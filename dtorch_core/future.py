@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -68,7 +68,11 @@ class TensorFuture(Future[Tensor | None]):
         """Block until it has ended, in whatever way; False if that has not happened within ``timeout`` seconds.
 
         :raises AbortedError: if the run of the rank that waits was ended meanwhile.
+        :raises TypeError: if ``timeout`` is no number of seconds.
         """
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float, NoneType)) or timeout != timeout:
+            raise TypeError(f"{self.label}: timeout must be a number of seconds or None, not {timeout!r}")
+
         if self.done():
             return True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -472,6 +472,11 @@ class ThreadGroup(GroupCalls):
             self.abort(f"rank {self.rank} failed: {type(error).__name__}: {error}", died=True)
 
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} belongs to its rank, and can't be pickled or copied: every rank makes its own, with open_group"
+        )
 
     def __repr__(self) -> str:
         return f"<ThreadGroup {self.name!r} ({self.backend}) rank {self.rank} of {self.world_size} on {self.device}>"

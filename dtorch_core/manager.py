@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from dtorch_core import _scope
 from dtorch_core._text import rank_list
@@ -127,6 +127,11 @@ class ThreadGroupManager:
         else:
             # No goodbye: whoever raises out of the block leaves its peers in the middle.
             self.abort(f"rank {self.rank} failed: {type(error).__name__}: {error}", died=True)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} belongs to its rank, and can't be pickled or copied: every rank makes its own, with ThreadGroupManager"
+        )
 
     def __repr__(self) -> str:
         return f"<ThreadGroupManager {self.name!r} rank {self.rank} of {self.world_size}>"

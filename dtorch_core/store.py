@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -235,6 +235,11 @@ class TensorStore(ABC):
             self.abort(f"rank {self.rank} failed: {type(error).__name__}: {error}", died=True)
 
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} belongs to its rank, and can't be pickled or copied: every rank makes its own, with open_store"
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} rank {self.rank} of {self.world_size} on {self.device}>"
