@@ -130,7 +130,7 @@ class ThreadGroupManager:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} belongs to its rank, and can't be pickled or copied: every rank makes its own, with ThreadGroupManager"
+            f"{self!r} belongs to its rank, and can't be pickled or copied: every rank makes its own ThreadGroupManager"
         )
 
     def __repr__(self) -> str:
