@@ -39,15 +39,16 @@ class _Script:
     default: str | None = None
     """Of the default group; groups that are asked for without a name are of its kind."""
 
-    def stands_for(self, asked: str) -> str | None:
-        """The one name that torch would have; None where it would not have one either.
+    def stands_for(self, asked: str) -> str:
+        """What torch would say of it: what was asked for, ``"undefined"`` where no backend was named.
 
-        Whoever asks for NCCL and finds it has tensors on a GPU.
+        On the CPU all backends are Gloo: whoever asks for NCCL and finds it has tensors on a GPU.
         """
-        if not asked.isalnum() or asked == "undefined":
-            return None
+        if asked == "undefined" or self.device.startswith("cuda"):
+            return asked
 
-        return asked if self.device.startswith("cuda") else "gloo"
+        devices = [part.rpartition(":")[:2] for part in asked.split(",")]
+        return ",".join(f"{device}{colon}gloo" for device, colon in devices)
 
 
 def _mine() -> _Script | None:
@@ -75,9 +76,8 @@ def _install(stack: ExitStack) -> None:
 
         bound.arguments["backend"] = distributed_c10d.Backend(script.backend)
         made = original(*bound.args, **bound.kwargs)
-        name = script.stands_for(asked)
-        if name is not None and isinstance(made[0], dist.ProcessGroup):
-            script.names[made[0]] = name
+        if isinstance(made[0], dist.ProcessGroup):
+            name = script.names[made[0]] = script.stands_for(asked)
             if is_default:
                 script.default = name
 

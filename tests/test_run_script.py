@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtorch_core import _script_groups
 from dtorch_core.cli import main
 
 with pytest.MonkeyPatch.context() as _patch:
@@ -61,23 +62,52 @@ class TestScript:
         assert (status, out) == (0, ["[rank 0] 1", "[rank 1] 1"])
         assert err == [f"dtorch run: the script asks for {shown}: 2 ranks on cpu use samedevice"]
 
-    @pytest.mark.parametrize("asked", ["gloo", "nccl", "dtorch", "cpu:gloo,cuda:nccl"])
-    def test_a_group_is_called_what_it_stands_for(self, run, asked):
+    @pytest.mark.parametrize(
+        ("asked", "called"),
+        [
+            ("gloo", "gloo"),
+            ("GLOO", "gloo"),
+            ("nccl", "gloo"),
+            ("dtorch", "dtorch"),
+            (None, "undefined"),
+            ("cpu:gloo", "cpu:gloo"),
+            ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"),
+        ],
+    )
+    def test_a_group_is_called_what_it_stands_for(self, run, asked, called):
         """Libraries choose by that name: pytorch-ignite wraps a model in DDP for those that it knows."""
         body = f"""
         from torch.distributed.device_mesh import init_device_mesh
 
-        dist.init_process_group("{asked}")
-        named, same = dist.new_group(backend="gloo"), dist.new_group()
+        dist.init_process_group({asked!r})
+        named, pair, same = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:gloo"), dist.new_group()
+        again = dist.new_group(backend=dist.get_backend())
         mesh = init_device_mesh("cpu", (2,)).get_group()
-        print(*(dist.get_backend(group) for group in (None, dist.group.WORLD, same, mesh)), dist.get_backend(named))
-        print(named.name(), same.name())
+        print(*(dist.get_backend(group) for group in (None, dist.group.WORLD, same, again, mesh)))
+        print(*(dist.get_backend(group) for group in (named, pair)))
+        print(*(group.name() for group in (named, pair, same, again, mesh)))
+        x = torch.tensor(rank)
+        dist.all_reduce(x, group=again)
+        print(x.item())
         """
         status, out, _ = run(body)
-        called = "gloo" if asked in ("gloo", "nccl") else "dtorch"
         assert status == 0
-        texts = f"{called} {called} {called} {called} gloo", "samedevice samedevice"
-        assert out == [f"[rank {rank}] {text}" for rank in range(2) for text in texts]
+        texts = " ".join([called] * 5), "1", "gloo cpu:gloo", " ".join(["samedevice"] * 5)
+        assert out == sorted(f"[rank {rank}] {text}" for rank in range(2) for text in texts)
+
+    @pytest.mark.parametrize("asked", ["nccl", "gloo", "undefined", "cpu:gloo,cuda:nccl"])
+    def test_on_a_gpu_a_group_is_called_what_was_asked_for(self, asked):
+        assert _script_groups._Script("dtorch", 2, "cuda:0").stands_for(asked) == asked
+
+    def test_a_group_that_a_mesh_opens_has_no_name(self, run):
+        body = """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2,))
+        print(dist.get_backend(), dist.get_backend(mesh.get_group()))
+        """
+        status, out, _ = run(body)
+        assert (status, out) == (0, [f"[rank {rank}] undefined undefined" for rank in range(2)])
 
     def test_a_backend_of_torch_can_be_named_for_it(self, run):
         body = """
