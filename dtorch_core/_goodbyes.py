@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable
+
+from dtorch_core._ranks import is_told, said
 
 _LAST = 5.0
 """Seconds that the end of the process gives to goodbyes that are being said."""
@@ -36,6 +39,18 @@ def say_elsewhere(leave: Callable[[], None], name: str) -> None:
         thread.start()
     except RuntimeError:  # there can be no other
         say()
+
+
+def uncaught() -> str | None:
+    """The error that ends this process, for goodbyes that are said at its end; None before, and if nothing was raised.
+
+    None, too, where other ranks have told this one: who is at fault they know. An exit code alone is not known.
+    """
+    if threading.main_thread().is_alive() or hasattr(sys, "ps1"):  # a prompt outlives errors
+        return None
+
+    error = getattr(sys, "last_value", None)  # the interpreter keeps it as it reports it
+    return said(error) if error is not None and not is_told(error) else None
 
 
 @atexit.register

@@ -154,9 +154,14 @@ class Presence:
             assert ended is not None, "a rank has died"
             return ended
 
+        # What ends a process without a goodbye is told in other words; what says one may still be an exit code.
+        how = "closed it or returned"
+        if any(self.pids[other] != self.pids[rank] for other in ranks):
+            how = "closed it, returned, or its process ended"
+
         pids = ", ".join(str(pid) for pid in sorted({self.pids[other] for other in ranks}))
         text = (
             f"{self.me(rank)}, {what}: {rank_list(ranks)} (pid {pids}) {'has' if len(ranks) == 1 else 'have'} "
-            f"left {self.label} (closed it or returned), so nobody can satisfy this wait any more"
+            f"left {self.label} ({how}), so nobody can satisfy this wait any more"
         )
         return lambda: PeerLostError(text)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
-from dtorch_core._goodbyes import say_elsewhere
+from dtorch_core._goodbyes import say_elsewhere, uncaught
 from dtorch_core.checks import (
     check_device,
     check_empty,
@@ -221,4 +221,12 @@ class FileTensorStore(TensorStore):
 
 
 def _dropped(session: Session, rank: int) -> None:
-    say_elsewhere(partial(session.close, rank), f"goodbye of rank {rank}")
+    say_elsewhere(partial(_leave, session, rank), f"goodbye of rank {rank}")
+
+
+def _leave(session: Session, rank: int) -> None:
+    error = uncaught()
+    if error is not None:
+        session.die(rank, f"rank {rank} failed: {error}")
+
+    session.close(rank)

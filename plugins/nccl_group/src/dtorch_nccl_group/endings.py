@@ -265,7 +265,8 @@ class Endings(ABC):
 
     def _without(self, rank: int) -> Failure:
         pid, number = self._ctx.topology[rank].pid, self._left[rank]
-        text = f"rank {rank} (pid {pid}) has left {self._ctx.label} (closed it or returned) after its call #{number}"
+        how = "closed it, returned, or its process ended"
+        text = f"rank {rank} (pid {pid}) has left {self._ctx.label} ({how}) after its call #{number}"
         return lambda call: PeerLostError(f"{self._label(call)}: {text}, so nobody can take its part any more")
 
     def _as(self, error: DtorchError, head: str) -> Failure:
