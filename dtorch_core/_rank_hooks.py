@@ -1,4 +1,4 @@
-"""Hooks for all modules, as ``FlopCounterMode`` and ``CommDebugMode`` set them: a rank's are called in its threads.
+"""Hooks for all modules and all optimizers, as ``FlopCounterMode`` sets them: a rank's are called in its threads.
 
 torch keeps them in dictionaries of the process. A rank would count what the others compute, and lose its place in the
 tree of its own modules.
@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from torch.nn.modules import module
+from torch.optim import optimizer
 
 from dtorch_core import _scope
 from dtorch_core._module_patch import ModulePatch
@@ -38,8 +39,8 @@ def _of_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _REGISTER = {
     name: _of_ranks(value)
-    for name, value in vars(module).items()
-    if name.startswith("register_module_") and name.endswith("_hook")
+    for name, value in [*vars(module).items(), *vars(optimizer).items()]
+    if name.startswith(("register_module_", "register_optimizer_step_")) and name.endswith("_hook")
 }
 """The same for good: a module that is imported meanwhile keeps them by their names."""
 
@@ -52,7 +53,9 @@ def _divide(owner: ModuleType, stack: ExitStack) -> None:
 
 _OWNERS = (
     module.__name__,
+    optimizer.__name__,
     "torch.utils.module_tracker",
+    "torch.distributed._tools.mem_tracker",
     "torch.distributed._tools.mod_tracker",
     "torch.distributed.tensor.debug._comm_mode",
 )

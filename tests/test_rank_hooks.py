@@ -1,4 +1,4 @@
-"""Hooks for all modules: those of a rank that is a thread are called in the rank's threads."""
+"""Hooks for all modules and optimizers: those of a rank that is a thread are called in the rank's threads."""
 
 import threading
 
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules import module
+from torch.optim import optimizer
 from torch.utils import module_tracker
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,11 +27,9 @@ def run(fn):
 @pytest.fixture(autouse=True)
 def undone():
     def state():
-        return [
-            getattr(owner, name)
-            for owner in (module, module_tracker)
-            for name in ("register_module_forward_pre_hook", "register_module_forward_hook")
-        ]
+        names = "register_module_forward_pre_hook", "register_module_forward_hook"
+        functions = [getattr(owner, name) for owner in (module, module_tracker) for name in names]
+        return [*functions, optimizer.register_optimizer_step_pre_hook]
 
     before = state()
     yield
@@ -60,6 +59,23 @@ def test_a_hook_is_called_for_its_ranks_modules(kind):
         return [owner is layer for owner in called]
 
     assert run(rank) == [[True, True]] * WORLD_SIZE
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_hook_is_called_for_its_ranks_optimizers(kind):
+    there = threading.Barrier(WORLD_SIZE, timeout=LIMIT)
+
+    def rank(ctx):
+        called, own = [], torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        handle = getattr(optimizer, f"register_optimizer_step_{kind}_hook")(lambda owner, *rest: called.append(owner))
+        there.wait()
+        own.step()
+        there.wait()
+        handle.remove()
+        own.step()
+        return [owner is own for owner in called]
+
+    assert run(rank) == [[True]] * WORLD_SIZE
 
 
 def test_a_hook_of_no_rank_is_called_for_all():
