@@ -25,6 +25,7 @@ from dtorch_core.checks import (
 )
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
+from dtorch_memory_store import forked
 from dtorch_memory_store.keys import Publication
 from dtorch_memory_store.mail import Message
 from dtorch_memory_store.session import Session
@@ -43,6 +44,12 @@ class MemoryTensorStore(TensorStore):
         # A handle that is dropped says goodbye too.
         self._dropped = weakref.finalize(self, _dropped, self._session, self._token, ctx.rank)
         self._dropped.atexit = False
+        forked.remember(self)
+
+    def lose(self, instead: forked.Forked) -> None:
+        """In a forked child: the session is the parent's."""
+        self._dropped.detach()
+        self._session = instead  # type: ignore[assignment]  # it says what is wrong, whatever is asked of it
 
     def src_set(
         self,
