@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dtorch_samedevice_group.overlaps import Roles, guarded, harmless, meet
+from dtorch_samedevice_group.overlaps import Roles, clear_in_lists, clear_of_each_other, guarded, meet
 
 from dtorch_core import spawn
 from dtorch_core.testing import run_ranks
@@ -40,6 +40,10 @@ class TestValues:
         assert torch.equal(x, wanted)
 
 
+def harmless(output, given, piece):
+    return clear_of_each_other(output, given, piece)([output, given])
+
+
 class TestCopies:
     def test_input_in_its_own_place_is_not_copied(self):
         whole = torch.arange(12.0)
@@ -47,6 +51,8 @@ class TestCopies:
         for rank, roles in enumerate(Roles(range(3), [(3, rank)], piece=rank) for rank in range(3)):
             tensors = [*pieces, pieces[rank].view(4)]
             assert all(a is b for a, b in zip(guarded(tensors, roles), tensors, strict=True))
+            assert clear_in_lists(tensors, roles)(tensors)
+            assert not clear_in_lists(tensors, roles)([*pieces, pieces[rank - 1]])
             assert harmless(whole, pieces[rank], rank)
             assert harmless(pieces[rank], whole, rank)
             assert not harmless(whole, pieces[rank], (rank + 1) % 3)
@@ -72,3 +78,6 @@ class TestCopies:
         whole = torch.zeros(4, dtype=torch.complex64)
         assert harmless(whole, whole[2:], 1)
         assert not harmless(whole, whole[2:].conj(), 1)
+        roles = Roles([0], [(1, 0)])
+        assert clear_in_lists([whole, whole], roles)([whole, whole])
+        assert not clear_in_lists([whole, whole], roles)([whole, whole.conj()])

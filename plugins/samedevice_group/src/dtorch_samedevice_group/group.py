@@ -50,7 +50,7 @@ from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine
 from dtorch_samedevice_group.monitored import monitored_barrier
 from dtorch_samedevice_group.options import Options, is_async
-from dtorch_samedevice_group.overlaps import Roles, as_one, guarded, harmless
+from dtorch_samedevice_group.overlaps import Roles, as_one, guarded
 from dtorch_samedevice_group.repeats import Repeats
 from dtorch_samedevice_group.sparse import Parts, SparseWork, checked, is_sparse
 from dtorch_samedevice_group.torch_side import TorchSide
@@ -100,14 +100,14 @@ def _collective(
     def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> Waited:
         reading = None if named else repeats.read(name, args)
         if reading is not None and (known := self._repeats.get(reading[0])) is not None:
-            note, outputs, work, cut, roles, whole = known
+            note, outputs, work, cut, roles, whole, clear = known
             _, tensors, timeout, aside = reading
             result = tensors[:1] if whole else None
-            apart = roles is None or (cut is not None and harmless(tensors[0], tensors[1], roles.piece))
+            at_risk = clear is not None and not clear(tensors)
             if cut is not None:
                 tensors = cut(tensors)
 
-            if roles is not None and not apart:
+            if at_risk and roles is not None:
                 tensors = self._guarded(name, tensors, roles)
 
             seconds = self._timeout if timeout is None else seconds_of(timeout, self._timeout)

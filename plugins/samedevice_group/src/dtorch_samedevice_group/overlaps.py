@@ -6,7 +6,7 @@ the output that it becomes on its own rank is no danger: nothing else is written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dtorch_core._copies import cloned
 from dtorch_core._memory import same_place, span
-from dtorch_samedevice_group.blocks import plain
 
 
 class Roles(NamedTuple):
@@ -48,31 +47,60 @@ def as_one(roles: Sequence[Roles | None], counts: Sequence[int]) -> Roles:
     return Roles(outputs, inputs)
 
 
-def harmless(output: Tensor, given: Tensor, piece: int | None) -> bool:
-    """A quick look at whole tensors: they are apart, or the smaller one is this piece of the other one."""
-    place, other = output.data_ptr(), given.data_ptr()
-    first, distance = (output, other - place) if place < other else (given, place - other)
-    if distance >= first.nbytes:
-        return first.is_contiguous()
+Clear = Callable[[Sequence[Tensor]], bool]
+"""Sees at once, of tensors like those that it was made for, that none is at risk. False: look closer."""
 
-    if piece is None or not (plain(output) and plain(given)):
-        return False
 
-    part, whole = (given, output) if given.nbytes < output.nbytes else (output, given)
-    return part.data_ptr() - whole.data_ptr() == piece * part.nbytes
+def clear_of_each_other(output: Tensor, given: Tensor, piece: int | None) -> Clear:
+    """For calls that are given two whole tensors: they are apart, or the smaller one is this piece of the other one."""
+    written, read = _extent(output), _extent(given)
+    own = None
+    if piece is not None and output.is_contiguous() and given.is_contiguous():
+        own = piece * read if read < written else -piece * written
+
+    def clear(tensors: Sequence[Tensor]) -> bool:
+        output, given = tensors
+        distance = given.data_ptr() - output.data_ptr()
+        if distance >= written or distance <= -read:
+            return True
+
+        return distance == own and _read_alike(output, given)
+
+    return clear
+
+
+def clear_in_lists(tensors: Sequence[Tensor], roles: Roles) -> Clear:
+    """For calls that are given each of their tensors: every input is apart from every output but its own."""
+    sizes, strides = [_extent(tensor) for tensor in tensors], [tensor.stride() for tensor in tensors]
+    pairs = [
+        (number, output, -sizes[number], sizes[output], output == own and strides[number] == strides[output])
+        for number, own in roles.inputs
+        for output in roles.outputs
+    ]
+
+    def clear(tensors: Sequence[Tensor]) -> bool:
+        places = [tensor.data_ptr() for tensor in tensors]
+        for number, output, below, above, own in pairs:
+            if below < (distance := places[number] - places[output]) < above:
+                if not (own and not distance and _read_alike(tensors[number], tensors[output])):
+                    return False
+
+        return True
+
+    return clear
 
 
 def guarded(tensors: Sequence[Tensor], roles: Roles) -> list[Tensor]:
     """The tensors, with copies of the inputs that are at risk."""
     safe = list(tensors)
-    outputs = [(*_span(tensors[number]), number) for number in roles.outputs]
+    outputs = [(*span(tensors[number]), number) for number in roles.outputs]
     if not outputs:
         return safe
 
     first, last = min([start for start, _, _ in outputs]), max([end for _, end, _ in outputs])
     for number, own in roles.inputs:
         tensor = tensors[number]
-        start, end = _span(tensor)
+        start, end = span(tensor)
         if end <= first or last <= start:
             continue
 
@@ -86,14 +114,15 @@ def guarded(tensors: Sequence[Tensor], roles: Roles) -> list[Tensor]:
 
 def meet(tensors: Sequence[Tensor]) -> bool:
     """Two of them, or more, may have memory in common."""
-    spans = sorted([_span(tensor) for tensor in tensors if tensor.nbytes])
+    spans = sorted([span(tensor) for tensor in tensors if tensor.nbytes])
     return any([start < end for (_, end), (start, _) in pairwise(spans)])
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    # As span, with one call less for most tensors: it is asked of all tensors of a small collective.
-    if tensor.is_contiguous():
-        start = tensor.data_ptr()
-        return start, start + tensor.nbytes
+def _extent(tensor: Tensor) -> int:
+    start, end = span(tensor)
+    return end - start
 
-    return span(tensor)
+
+def _read_alike(a: Tensor, b: Tensor) -> bool:
+    """The same bytes are the same values in both."""
+    return a.is_neg() == b.is_neg() and a.is_conj() == b.is_conj()

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.options import PREMUL_SUM, can_be_async, names_of, number_of
+from dtorch_samedevice_group.overlaps import Clear, Roles, clear_in_lists, clear_of_each_other
 
 if TYPE_CHECKING:
     from dtorch_samedevice_group.arguments import Cut
     from dtorch_samedevice_group.group import Plan
-    from dtorch_samedevice_group.overlaps import Roles
 
 Form = tuple[object, ...]
-"""What a plan depends on: the method, each tensor's GPU, dtype and shape, the strides of one that may be cut, and the
-options but for the timeout and whether the call is async."""
+"""What a plan depends on: the method, each tensor's GPU, dtype, shape and strides, and the options but for the timeout
+and whether the call is async."""
 
 Reading = tuple[Form, list[Tensor], timedelta | None, bool]
 """A call's form, its tensors in the order in which they were given, its timeout, and whether it is async on a GPU."""
@@ -46,6 +46,8 @@ class Known(NamedTuple):
     roles: Roles | None
     whole: bool
     """The Work's result is the call's first tensor, not its pieces."""
+    clear: Clear | None
+    """Of the call's tensors, that ``roles`` need no closer look; None without roles."""
 
 
 class Repeats(dict[Form, Known]):
@@ -62,7 +64,13 @@ class Repeats(dict[Form, Known]):
         if len(self) >= _MOST:
             self.clear()
 
-        self[form] = Known(plan.note, len(plan.written), plan.work, plan.cut, plan.roles, plan.result is not None)
+        clear, roles = None, plan.roles
+        if roles is not None and plan.cut is not None:
+            clear = clear_of_each_other(tensors[0], tensors[1], roles.piece)
+        elif roles is not None:
+            clear = clear_in_lists(tensors, roles)
+
+        self[form] = Known(plan.note, len(plan.written), plan.work, plan.cut, roles, plan.result is not None, clear)
 
 
 def read(method: str, args: Sequence[object]) -> Reading | None:
@@ -72,7 +80,6 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
     timeout, on_gpu, aside = None, False, False
     for arg in args:
         if type(arg) is Tensor:
-            form.append(arg.stride())  # how it can be cut depends on that
             arg = [arg]
         elif type(arg) is list and arg and type(arg[0]) is int:
             form.append(tuple(arg))
@@ -85,19 +92,18 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
 
             try:
                 for tensor in arg:
-                    if (
-                        type(tensor) is not Tensor
-                        or tensor.layout is not _STRIDED
-                        or tensor.requires_grad
-                        or 0 in tensor.stride()
-                    ):
+                    if type(tensor) is not Tensor or tensor.layout is not _STRIDED or tensor.requires_grad:
+                        return None
+
+                    strides = tensor.stride()  # where it ends, and how it can be cut, depends on that
+                    if 0 in strides:
                         return None
 
                     if tensor.is_cpu:
-                        form += tensor.dtype, tensor.shape
+                        form += tensor.dtype, tensor.shape, strides
                     elif tensor.is_cuda:
                         on_gpu = True
-                        form += tensor.get_device(), tensor.dtype, tensor.shape
+                        form += tensor.get_device(), tensor.dtype, tensor.shape, strides
                     else:
                         return None
             except RuntimeError:  # nested tensors have no strides
