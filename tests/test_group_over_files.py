@@ -11,6 +11,7 @@ from dtorch_core.testing import ThreadGroupTests
 
 class TestGroupOverFiles(ThreadGroupTests):
     backend = "samedevice"
+    thorough = True
 
     @pytest.fixture(autouse=True)
     def nodes(self, monkeypatch, request):

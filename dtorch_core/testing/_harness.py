@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from multiprocessing import resource_tracker
@@ -58,6 +59,25 @@ def undeclared(*words: str) -> Callable[[F], F]:
     return _mark("undeclared", words)
 
 
+def thorough(test: F) -> F:
+    """Mark a test as one of what the contract does not ask of every backend: see :attr:`Conformance.thorough`."""
+    setattr(test, "thorough", True)  # noqa: B010 - a function has no such attribute
+    return test
+
+
+@cache
+def torch_copies(dtype: torch.dtype) -> bool:
+    """There is a kernel: dtypes of less than a byte have none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.empty(2, dtype=dtype).clone()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+    return True
+
+
 def _mark(attribute: str, words: Sequence[str]) -> Callable[[F], F]:
     unknown = set(words) - frozenset[str]().union(*CAPABILITIES.values())
     if unknown:
@@ -85,6 +105,9 @@ class Conformance:
     kind: ClassVar[Kind]
     declared = _Declared()
     """What the backend declares, a ``frozenset[str]``: it is held to these words."""
+    thorough: ClassVar[bool] = False
+    """It is held to more than the contract asks: dtypes and views that torch itself can't copy arrive too, subclasses
+    arrive as plain tensors, and memory that overlaps itself is not lent to be written."""
     patience: ClassVar[float] = TIMEOUT
     """Seconds until a test that hangs is ended."""
 
@@ -118,12 +141,19 @@ class Conformance:
         if needed - self.declared:
             pytest.skip(f"{who} does not declare {', '.join(map(repr, sorted(needed - self.declared)))}")
 
+        if getattr(test, "thorough", False) and not self.thorough:
+            pytest.skip(f"{who} is held to the contract, and this is more")
+
         excluded: frozenset[str] = getattr(test, "undeclared", frozenset())
         if excluded & self.declared:
             pytest.skip(f"{who} declares {', '.join(map(repr, sorted(excluded & self.declared)))}")
 
         if "cuda" in needed and not torch.cuda.is_available():
             pytest.skip("there is no CUDA device")
+
+    def carried(self, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+        """Those that this backend has to carry."""
+        return [dtype for dtype in dtypes if self.thorough or torch_copies(dtype)]
 
     def test_kit_is_complete(self) -> None:
         """A subclass may expect a test to fail, with a reason; it can't replace or drop one."""

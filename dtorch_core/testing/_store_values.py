@@ -25,7 +25,7 @@ from dtorch_core.launcher import RankContext
 from dtorch_core.store import TensorStore
 from dtorch_core.testing._group_base import all_dtypes
 from dtorch_core.testing._group_base import same as same_bits
-from dtorch_core.testing._harness import requires, undeclared
+from dtorch_core.testing._harness import requires, thorough, undeclared
 from dtorch_core.testing._store_base import SHORT, StoreConformance, coded, same, take
 from dtorch_core.testing._subclasses import loud
 
@@ -69,6 +69,9 @@ class ValueTests(StoreConformance):
     @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
     def test_dtype_arrives_bit_for_bit(self, dtype: torch.dtype, device: str) -> None:
+        if not self.carried([dtype]):
+            pytest.skip("torch itself can't copy it")
+
         def body(store: TensorStore) -> None:
             if store.rank == 0:
                 store.src_set("k", of_dtype(dtype, device), 1)
@@ -88,6 +91,7 @@ class ValueTests(StoreConformance):
 
         self.ranks(body, 2, device)
 
+    @thorough
     @requires("cpu")
     @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
     def test_view_that_torch_cannot_copy_arrives_with_its_values(self) -> None:
@@ -161,6 +165,7 @@ class ValueTests(StoreConformance):
 
         self.ranks(body, 1, device)
 
+    @thorough
     def test_subclass_arrives_as_the_plain_tensor_that_it_is(self, device: str) -> None:
         """Nothing of its class is asked anything."""
 
@@ -184,6 +189,7 @@ class ValueTests(StoreConformance):
 
         self.ranks(body, 2, device)
 
+    @thorough
     @requires("zero_copy")
     def test_subclass_is_written_to(self, device: str) -> None:
         def body(store: TensorStore) -> None:
@@ -302,6 +308,7 @@ class ValueTests(StoreConformance):
 
         self.ranks(body, 4, device)
 
+    @thorough
     @requires("zero_copy")
     @pytest.mark.parametrize("layout", ["expanded", "expanded scalar"])
     def test_writable_is_refused_where_elements_share_memory(self, layout: str, device: str) -> None:

@@ -25,17 +25,20 @@ class TestOneNode(TensorStoreTests):
     """All ranks are threads of one process."""
 
     backend = "file"
+    thorough = True
 
 
 @pytest.mark.usefixtures("node_each")
 class TestNodeEach(TensorStoreTests):
     backend = "file"
+    thorough = True
 
 
 class TestTwoRanksPerNode(TensorStoreTests):
     """As ``threads_per_process=2`` would be."""
 
     backend = "file"
+    thorough = True
 
     @pytest.fixture(autouse=True)
     def nodes(self, monkeypatch, request):

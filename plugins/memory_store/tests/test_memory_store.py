@@ -18,6 +18,7 @@ with pytest.MonkeyPatch.context() as _patch:
 
 class TestMemoryStoreConforms(TensorStoreTests):
     backend = "memory"
+    thorough = True
 
 
 class TestSharing:

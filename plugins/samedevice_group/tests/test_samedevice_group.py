@@ -17,6 +17,7 @@ with pytest.MonkeyPatch.context() as _patch:
 
 class TestSameDeviceGroupConforms(ThreadGroupTests):
     backend = "samedevice"
+    thorough = True
 
 
 def newest(module, *names):
