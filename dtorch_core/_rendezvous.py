@@ -97,7 +97,7 @@ def _at_url(url: str, place: str, rank: int, world_size: int, timeout: float) ->
         raise ValueError(f"rendezvous {url!r}: rank and world_size are arguments; leave out ?{parts.query}")
 
     if parts.scheme == "file":
-        return Board(Lines(_at_file(url, parts, world_size)), place)
+        return Board(Lines(_at_file(url, parts, world_size, time.monotonic() + min(timeout, LONGEST))), place)
 
     limit = timedelta(seconds=min(timeout, LONGEST))
     if parts.scheme == "tcp":
@@ -200,7 +200,7 @@ def _wait_for_server(host: str, port: int, deadline: float) -> None:
         time.sleep(RETRY)
 
 
-def _at_file(url: str, parts: SplitResult, world_size: int) -> dist.Store:
+def _at_file(url: str, parts: SplitResult, world_size: int, deadline: float) -> dist.Store:
     if not parts.path or parts.netloc:
         raise ValueError(f"rendezvous {url!r}: a file's URL has three slashes and a whole path: file:///path")
 
@@ -209,7 +209,7 @@ def _at_file(url: str, parts: SplitResult, world_size: int) -> dist.Store:
         with open(path, "ab"):
             pass  # a FileStore tries for five minutes to open what can't be opened
 
-        _check_records(path)
+        _check_records(path, deadline)
         opened = dist.FileStore(path, world_size)
         with _lock:
             kept = _kept.setdefault(url, opened)
@@ -220,7 +220,7 @@ def _at_file(url: str, parts: SplitResult, world_size: int) -> dist.Store:
     return own_line(kept)
 
 
-def _check_records(path: str) -> None:
+def _check_records(path: str, deadline: float) -> None:
     """A FileStore reads for ever what ends in the middle of a record.
 
     Without its lock, for which it waits with the GIL. So what another rank is just writing is looked at again.
@@ -235,7 +235,7 @@ def _check_records(path: str) -> None:
         if _holds_records(held):
             return
 
-        if held == before:
+        if held == before or time.monotonic() > deadline:
             raise OSError(
                 "it holds something else than the records of a FileStore, or ends in the middle of one, as when its "
                 "writer was killed; name a file that is not there"

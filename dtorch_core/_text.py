@@ -23,6 +23,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def not_copied(handle: object, how: str) -> TypeError:
+    """What ``__reduce__`` of a rank's handle raises; ``how`` says how every rank makes its own."""
+    return TypeError(f"{handle!r} belongs to its rank, and can't be pickled or copied: every rank makes its own, {how}")
+
+
 def seconds(value: float) -> str:
     """A duration in seconds, without noise digits."""
     return f"{value:.3g} s"

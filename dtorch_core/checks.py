@@ -16,8 +16,10 @@ from dtorch_core._text import count
 from dtorch_core.errors import ProtocolError, UnsupportedTensorError
 
 _MOST = 1 << 20
+"""Elements whose places are looked at one by one."""
 
 _SILENT = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class that has nothing to say in calls, as Parameter."""
 
 T = TypeVar("T")
 
@@ -189,9 +191,9 @@ def _apart(tensor: Tensor) -> bool:
     if dims[0][0] == 0 or tensor.numel() > _MOST:
         return False
 
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the program's default device is
     for step, size in dims:
-        places = places.unsqueeze(-1) + torch.arange(size) * step
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * step
 
     return int(places.unique().numel()) == tensor.numel()
 

@@ -34,6 +34,7 @@ from dtorch_core._shapes import (
     read,
     write,
 )
+from dtorch_core._text import not_copied
 from dtorch_core._topology import Topology
 from dtorch_core._work import Work
 from dtorch_core.checks import check_written, plain_tensor
@@ -474,9 +475,7 @@ class ThreadGroup(GroupCalls):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self!r} belongs to its rank, and can't be pickled or copied: every rank makes its own, with open_group"
-        )
+        raise not_copied(self, "with open_group")
 
     def __repr__(self) -> str:
         return f"<ThreadGroup {self.name!r} ({self.backend}) rank {self.rank} of {self.world_size} on {self.device}>"

@@ -67,9 +67,7 @@ def spawn(
         ``rng="per-rank"`` need it; the message says what it lacks.
     """
     _check(fn, world_size, args, ranks_as, threads_per_process, rng)
-    if timeout is not None:
-        timeout = check_timeout("spawn", timeout)
-
+    timeout = None if timeout is None else check_timeout("spawn", timeout)
     places = dict(enumerate(_devices(devices, world_size)))
     shared = ranks_as == "threads" or threads_per_process > 1
     settings = Settings(world_size, torch_distributed, rng == "per-rank", shared)

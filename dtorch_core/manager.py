@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from dtorch_core import _scope
-from dtorch_core._text import rank_list
+from dtorch_core._text import not_copied, rank_list
 from dtorch_core.errors import AbortedError
 from dtorch_core.group import ThreadGroup, open_group
 from dtorch_core.joint import copy_of
@@ -129,9 +129,7 @@ class ThreadGroupManager:
             self.abort(f"rank {self.rank} failed: {type(error).__name__}: {error}", died=True)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self!r} belongs to its rank, and can't be pickled or copied: every rank makes its own ThreadGroupManager"
-        )
+        raise not_copied(self, "with ThreadGroupManager")
 
     def __repr__(self) -> str:
         return f"<ThreadGroupManager {self.name!r} rank {self.rank} of {self.world_size}>"

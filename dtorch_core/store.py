@@ -20,6 +20,7 @@ from torch import Tensor
 from dtorch_core import streams
 from dtorch_core._context import BackendContext
 from dtorch_core._opening import open_backend
+from dtorch_core._text import not_copied
 from dtorch_core.checks import check_device
 from dtorch_core.checks import check_publish as check_publish
 from dtorch_core.errors import PluginError
@@ -237,9 +238,7 @@ class TensorStore(ABC):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self!r} belongs to its rank, and can't be pickled or copied: every rank makes its own, with open_store"
-        )
+        raise not_copied(self, "with open_store")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} rank {self.rank} of {self.world_size} on {self.device}>"

@@ -7,12 +7,13 @@ import math
 import os
 import pickle
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dtorch_core import DtorchError, UnsupportedTensorError, make_promise, open_store, spawn
+from dtorch_core import DtorchError, UnsupportedTensorError, _rendezvous, make_promise, open_store, spawn
 from dtorch_core.checks import LONGEST, check_timeout, check_written
 from dtorch_core.testing import run_ranks
 
@@ -76,6 +77,10 @@ class TestOut:
         on_groups(body)
 
     def test_many_elements_between_each_other(self):
+        for default in ("cpu", "meta"):
+            with torch.device(default):
+                check_written("here", torch.empty(9, device="cpu").as_strided((2, 2), (2, 3)))
+
         woven = torch.empty(5000, dtype=torch.uint8).as_strided((1025, 1025), (2, 2))
         with pytest.raises(UnsupportedTensorError, match=r"a tensor of strides \(2, 2\)"):
             check_written("here", woven)
@@ -164,11 +169,25 @@ class TestRendezvousFile:
 
     def test_one_that_is_being_written_is_waited_for(self, tmp_path, monkeypatch):
         """What looks cut short is looked at again."""
-        from dtorch_core import _rendezvous
-
         store = dist.FileStore(str(tmp_path / "whole"), 2)
         store.set("key", "value")
         whole, path = (tmp_path / "whole").read_bytes(), tmp_path / "file"
         path.write_bytes(whole[:-3])
-        monkeypatch.setattr(_rendezvous.time, "sleep", lambda seconds: path.write_bytes(whole))
-        _rendezvous._check_records(os.fspath(path))
+        self.between_looks(monkeypatch, lambda: path.write_bytes(whole))
+        _rendezvous._check_records(os.fspath(path), 10.0)
+
+    def test_one_that_something_else_writes_on_and_on_is_given_up_in_time(self, tmp_path, monkeypatch):
+        path = tmp_path / "log"
+        path.write_bytes(b"a line\n")
+        looks = self.between_looks(monkeypatch, lambda: path.write_bytes(path.read_bytes() + b"a line\n"))
+        with pytest.raises(OSError, match="something else than the records"):
+            _rendezvous._check_records(os.fspath(path), 10.0)
+
+        assert len(looks) == 11
+
+    def between_looks(self, monkeypatch, happens):
+        """A second is over between two looks, in which something ``happens``; the seconds that were."""
+        looks = []
+        clock = SimpleNamespace(monotonic=lambda: float(len(looks)), sleep=lambda seconds: looks.append(happens()))
+        monkeypatch.setattr(_rendezvous, "time", clock)
+        return looks

@@ -46,6 +46,10 @@ def in_child(check):
     return said, os.waitpid(pid, 0)[1]
 
 
+def check_said(said):
+    assert said == [("", 0)]
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("held", [False, True], ids=["", "while another rank holds the session's lock"])
 def test_it_is_refused(held):
@@ -68,11 +72,18 @@ def test_it_is_refused(held):
 
                 store.close()
 
+            opener = os.getpid()
+
+            def check_in_its_child():
+                with pytest.raises(ProtocolError, match=f"opened in pid {opener}, and this is pid {os.getpid()}"):
+                    store.barrier()
+
+            assert in_child(lambda: said.append(in_child(check_in_its_child)) or check_said(said)) == ("", 0)
             assert in_child(check) == ("", 0)
             done.set()
             assert store.dest_get("there").tolist() == [1, 1]
             store.dest_finish_get("there")
             store.barrier()
 
-    ready, done = threading.Event(), threading.Event()
+    said, ready, done = [], threading.Event(), threading.Event()
     run_ranks(rank, 2, 2 * LIMIT)

@@ -57,5 +57,7 @@ def _forked() -> None:
     for handle in list(_handles):
         handle.lose(instead)
 
+    _handles.clear()  # a child of this process is told of those that are opened here
+
 
 os.register_at_fork(after_in_child=_forked)

@@ -78,7 +78,7 @@ class Endings(ABC):
         """What close() raises."""
         self._ending: threading.Thread | None = None
         self._settled: dict[int, threading.Event] = {rank: threading.Event() for rank in range(ctx.world_size)}
-        if len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1:
+        if traffic.is_shared(ctx):
             traffic.HERE.opened(self, group)
 
         self._letters = Letters(stores[1], self._on_letter, self._on_end) if stores is not None else None

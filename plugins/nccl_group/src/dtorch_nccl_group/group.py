@@ -35,7 +35,7 @@ def open_process_group(ctx: BackendContext) -> dist.ProcessGroup:
 def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None) -> dist.ProcessGroup:
     device = torch.device(ctx.device)
     line = dist.PrefixStore("nccl", ctx.rendezvous)
-    shared = ctx.world_size == 1 or len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1
+    shared = ctx.world_size == 1 or traffic.is_shared(ctx)  # alone: the next group may be of several threads
     made = nccl.backend(line, ctx.rank, ctx.world_size, ctx.timeout, ctx.name, shared=shared)
     group = dist.ProcessGroup(line, ctx.rank, ctx.world_size)
     finish = partial(nccl.finish, device) if nccl.QUEUED else None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from dtorch_core import BackendContext
 from dtorch_core._goodbyes import say_elsewhere
 
 PATIENCE = 2.0
@@ -23,6 +24,11 @@ PATIENCE = 2.0
 
 End = Callable[[], None]
 """Takes a communicator down."""
+
+
+def is_shared(ctx: BackendContext) -> bool:
+    """Other ranks of the group are threads of this process."""
+    return len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1
 
 
 class Traffic:
