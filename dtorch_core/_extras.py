@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch.distributed as dist
 from torch import Tensor
 
+from dtorch_core import _scope
 from dtorch_core.joint import Ticket
 
 Place = AbstractContextManager[None]
@@ -117,8 +118,14 @@ def companion(group: dist.ProcessGroup) -> Companion | None:
 
 
 def accompany(group: dist.ProcessGroup, beside: Companion) -> None:
-    """Let a companion stand beside a group. For the backend that made both."""
+    """Let a companion stand beside a group. For the backend that made both, and the stores between its ranks.
+
+    A rank that returns leaves the group through it, before those stores, even if it has forgotten the group.
+    """
     _companions[group] = beside
+    scope = _scope.current()
+    if scope is not None:
+        scope.add(beside)
 
 
 def texts_of(ticket: Ticket) -> Sequence[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core._copies import cloned, copy_into
+from dtorch_core._events import recorded
 
 DEFAULT = 0
 """What :func:`raw_current` gives for the default stream: of a GPU's streams, all threads have this one in common."""
@@ -27,9 +28,7 @@ def raw_current(device: int) -> int:
 
 def record_default(device: int) -> torch.cuda.Event:
     """An event that completes when all work queued so far on a GPU's default stream has."""
-    event = torch.cuda.Event()
-    event.record(torch.cuda.default_stream(device))
-    return event
+    return recorded(torch.cuda.default_stream(device))
 
 
 def record(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | None:
@@ -40,9 +39,7 @@ def record(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> torch.cud
     if not tensor.is_cuda:
         return None
 
-    event = torch.cuda.Event()
-    event.record(stream if stream is not None else torch.cuda.current_stream(tensor.device))
-    return event
+    return recorded(stream if stream is not None else torch.cuda.current_stream(tensor.device))
 
 
 def order_after(event: torch.cuda.Event | None, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
@@ -88,8 +85,7 @@ def _across(tensor: Tensor, target: torch.device, queue: torch.cuda.Stream) -> t
     with torch.cuda.stream(queue), torch.cuda.stream(side):
         keep_until_done(tensor, side)
         copy = cloned(tensor) if target == tensor.device else tensor.to(target, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(side)
+        event = recorded(side)
 
     if side is not queue:
         queue.wait_event(event)
@@ -107,8 +103,7 @@ def _download(tensor: Tensor, queue: torch.cuda.Stream) -> tuple[Tensor, torch.c
         keep_until_done(tensor, side)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy_into(copy, tensor, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)
-        event.record(side)
+        event = recorded(side, blocking=True)
 
     if side is not queue:
         queue.wait_event(event)
@@ -129,8 +124,7 @@ def _upload(
     copy_into(staging, tensor)
     with torch.cuda.stream(queue):
         copy = staging.to(target, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(queue)
+        event = recorded(queue)
 
     if stream is not None and stream is not queue:  # of another GPU
         stream.wait_event(event)

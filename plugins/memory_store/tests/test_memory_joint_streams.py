@@ -2,12 +2,13 @@
 
 import itertools
 import threading
+from collections import defaultdict, deque
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from dtorch_core import streams
+from dtorch_core import _events, streams
 from dtorch_core.testing import run_ranks
 
 LIMIT = 15.0
@@ -31,9 +32,8 @@ class Gpus:
     def raw_current(self, device):
         return self.current_stream(device).cuda_stream
 
-    def new_event(self):
-        self.events += 1
-        return Event()
+    def new_event(self, *, blocking=False):
+        return Event(self)
 
     @contextmanager
     def stream(self, stream):
@@ -65,7 +65,11 @@ class Stream:
 
 
 class Event:
+    def __init__(self, gpus):
+        self.gpus = gpus
+
     def record(self, stream):
+        self.gpus.events += 1
         self.done = set(stream.done)
 
 
@@ -93,6 +97,8 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
 
     monkeypatch.setattr(torch.cuda, "Event", fake.new_event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(_events, "_pools", defaultdict(deque))
     monkeypatch.setattr(streams, "raw_current", fake.raw_current)
     return fake
 

@@ -56,9 +56,9 @@ class Plugin:
 
 
 @contextmanager
-def over_gloo():
+def over_gloo(*, queued=False):
     """With it, groups of threads can be opened over "gloo", which takes NCCL's place."""
-    before, factory.nccl = factory.nccl, gloo()
+    before, factory.nccl = factory.nccl, gloo(queued=queued)
     dtorch_core.register(Plugin(), name="nccl over gloo")
     try:
         yield

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from dtorch_nccl_group import traffic
 from dtorch_nccl_group.traffic import Traffic
 
-from dtorch_core import open_group
+from dtorch_core import PeerLostError, open_group
 from dtorch_core._extras import companion
 from dtorch_core.testing import Background, asleep, run_ranks
 
@@ -73,32 +74,31 @@ def test_it_does_not_wait_for_ever(monkeypatch):
         pass
 
 
-class Group:
-    """As one rank has it."""
-
-    def __init__(self, here):
-        self.handle = object()
-        here.opened(self.handle, self)
+def opened(here):
+    """As one rank has a group."""
+    handle = object()
+    here.opened(handle)
+    return handle
 
 
 class TestLeaving:
     def test_the_last_group_takes_all_down_at_once(self):
         here, ended = Traffic(), []
-        groups, there = [Group(here) for _ in range(4)], threading.Barrier(4, timeout=LIMIT)
+        groups, there = [opened(here) for _ in range(4)], threading.Barrier(4, timeout=LIMIT)
         for number, group in enumerate(groups):
             assert ended == []
-            here.left(group.handle, lambda number=number: (there.wait(), ended.append(number)))
+            here.left(group, lambda number=number: (there.wait(), ended.append(number)))
 
         assert sorted(ended) == [0, 1, 2, 3]
 
     def test_one_that_is_down_already_is_no_reason_to_wait(self):
         here, ended = Traffic(), []
-        first, second = Group(here), Group(here)
-        here.left(first.handle, lambda: ended.append("first"))
+        first, second = opened(here), opened(here)
+        here.left(first, lambda: ended.append("first"))
         assert ended == []
-        here.left(second.handle)
+        here.left(second)
         assert ended == ["first"]
-        here.left(second.handle)
+        here.left(second)
         assert ended == ["first"]
 
     def test_a_rank_by_itself_waits_for_none(self):
@@ -106,24 +106,103 @@ class TestLeaving:
         here.left(object(), lambda: ended.append("alone"))
         assert ended == ["alone"]
 
-    def test_a_forgotten_group_holds_up_nobody(self):
-        here, ended = Traffic(), threading.Event()
-        group, forgotten = Group(here), Group(here)
-        here.left(group.handle, ended.set)
-        assert not ended.is_set()
-        del forgotten
-        assert ended.wait(LIMIT)
+    def test_a_group_that_is_opened_when_ends_are_due_waits_for_them(self, monkeypatch):
+        """Also where they have to wait for others: its kernels would run by the time that they begin."""
+        monkeypatch.setattr(traffic, "PATIENCE", LIMIT)
+        here, order = Traffic(), []
+        came, leave = threading.Barrier(2), threading.Event()
+        earlier = Background(lambda: inside(here.making(LIMIT), came, leave))
+        came.wait(LIMIT)
+        ending = Background(lambda: here.left(object(), lambda: order.append("end")))
+        asleep(ending)
+
+        def open_next():
+            opened(here)
+            with here.making(LIMIT):
+                order.append("next")
+
+        following = Background(open_next)
+        asleep(following)
+        leave.set()
+        for each in (earlier, ending, following):
+            each.result(LIMIT)
+
+        assert order == ["end", "next"]
 
     def test_an_end_that_fails_keeps_the_others_from_nothing(self):
         here, ended = Traffic(), []
-        groups = [Group(here) for _ in range(2)]
+        groups = [opened(here) for _ in range(2)]
 
         def fail():
             raise RuntimeError("on purpose")
 
-        here.left(groups[0].handle, fail)
-        here.left(groups[1].handle, lambda: ended.append("end"))
+        here.left(groups[0], fail)
+        here.left(groups[1], lambda: ended.append("end"))
         assert ended == ["end"]
+
+
+class Thing:
+    """A group, or the backend of one."""
+
+
+class TestKeeping:
+    """What is collected may wait for kernels, so it is not in whichever rank collects."""
+
+    def test_a_backend_is_kept_while_a_group_is_open(self):
+        here, group, backend = Traffic(), Thing(), Thing()
+        other, kept = opened(here), weakref.ref(backend)
+        here.keep(group, backend)
+        del group, backend
+        assert kept() is not None
+        here.left(other)
+        assert kept() is None
+
+    def test_it_is_kept_as_long_as_its_group(self):
+        here, group, backend = Traffic(), Thing(), Thing()
+        kept = weakref.ref(backend)
+        here.keep(group, backend)
+        del backend
+        here.left(opened(here))
+        assert kept() is not None
+
+    def test_it_goes_with_its_group_in_a_thread_of_its_own(self):
+        here, group, backend, gone = Traffic(), Thing(), Thing(), threading.Event()
+        where = []
+        weakref.finalize(backend, lambda: (where.append(threading.get_ident()), gone.set()))
+        here.keep(group, backend)
+        del backend
+        del group
+        assert gone.wait(LIMIT)
+        assert where != [threading.get_ident()]
+
+    def test_collecting_a_closed_group_collects_no_backend_of_it(self):
+        """Of ranks that have another one."""
+        gone = threading.Semaphore(0)
+
+        def rank(ctx):
+            with ctx.open_group("kept", backend="gloo", timeout=LIMIT) as kept:
+                group = ctx.open_group("closed", backend="gloo", timeout=LIMIT)
+                backend = group.process_group._get_backend(torch.device("cpu"))
+                weakref.finalize(backend, gone.release)
+                closed = weakref.ref(group)
+                group.close()
+                circle = [group]
+                circle.append(circle)
+                del circle, group, backend
+                kept.barrier()
+                if ctx.rank == 0:  # two can't collect at once
+                    gc.collect()
+
+                kept.barrier()
+                assert closed() is None
+                assert not gone.acquire(blocking=False)
+                kept.barrier()
+
+        with nccl_ranks.over_gloo():
+            run_ranks(rank, 2, 2 * LIMIT)
+
+        for _ in range(2):
+            assert gone.acquire(timeout=LIMIT)
 
 
 def test_groups_of_thread_ranks_keep_their_communicators_until_the_last_is_closed(monkeypatch):
@@ -183,6 +262,57 @@ def test_a_group_that_a_rank_forgets_keeps_no_communicator(monkeypatch):
 
         gc.collect()
         assert ended.wait(LIMIT)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_rank_that_forgets_a_group_and_returns_leaves_it_in_good_order(monkeypatch, queued):
+    """Its peers hear how far it has come: what it took part in ends well, however late they are."""
+
+    def rank(ctx):
+        group = ctx.open_group("forgotten", backend="gloo", timeout=LIMIT)
+        beside, heard = companion(group.process_group), threading.Event()
+        on_leaving = beside._on_leaving
+        monkeypatch.setattr(beside, "_on_leaving", lambda *said: (on_leaving(*said), heard.set()), raising=False)
+        group.barrier()
+        if ctx.rank == 0:
+            return
+
+        assert heard.wait(LIMIT)
+        assert beside._over is None
+        with pytest.raises(PeerLostError, match="after its call #1"):
+            group.broadcast(torch.ones(3), 0)
+
+    with nccl_ranks.over_gloo(queued=queued):
+        run_ranks(rank, 2, 2 * LIMIT)
+
+
+def test_close_waits_for_who_closes_the_group_already(monkeypatch):
+    """A forgotten one is closed by a thread that nobody knows."""
+    closing, go_on, gone = threading.Event(), threading.Event(), []
+
+    class Slow(dist.ProcessGroupGloo):
+        def shutdown(self):
+            closing.set()
+            assert go_on.wait(LIMIT)
+            super().shutdown()
+            gone.append(self.rank())
+
+    monkeypatch.setattr(nccl_ranks, "made", lambda store, rank, size, *_, **__: Slow(store, rank, size))
+
+    def rank(ctx):
+        group = ctx.open_group(backend="gloo", timeout=LIMIT)
+        first = Background(group.close)
+        assert closing.wait(LIMIT)
+        second = Background(companion(group.process_group).close)
+        asleep(second)
+        assert second.thread.is_alive()
+        go_on.set()
+        second.result(LIMIT)
+        assert gone == [0]
+        first.result(LIMIT)
+
+    with nccl_ranks.over_gloo():
+        run_ranks(rank, 1, 2 * LIMIT)
 
 
 class Interrupted:

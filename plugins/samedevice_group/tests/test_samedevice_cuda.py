@@ -1,12 +1,15 @@
 """The samedevice group on a GPU: its c10d surface is ordered with the ranks' streams, and the host waits for none."""
 
 import time
+from collections import defaultdict, deque
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
+
+from dtorch_core import _events
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
@@ -166,7 +169,8 @@ class TestBlockingCallsOnTheDefaultStream:
             pg.allreduce([x], options).wait()
             pg.barrier().wait()
             if pg.rank() == 0:
-                monkeypatch.setattr(torch.cuda, "Event", lambda *args: made.append(args))
+                monkeypatch.setattr(_events, "_pools", defaultdict(deque))  # none that could be used again
+                monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
 
             pg.barrier().wait()
             for _ in range(10):

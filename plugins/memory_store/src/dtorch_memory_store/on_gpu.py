@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from dtorch_core import streams
+from dtorch_core._events import recorded
 from dtorch_core.joint import Offer, Work
 
 
@@ -66,8 +67,7 @@ class Queued:
     def ended(self) -> None:
         """All of it is queued."""
         if self._stream is not None:
-            self._event = torch.cuda.Event()
-            self._event.record(self._stream)
+            self._event = recorded(self._stream)
 
     def order(self, device: int | None, stream: torch.cuda.Stream | None) -> None:
         """Make ``stream`` wait for it; the current one of ``device`` where None.

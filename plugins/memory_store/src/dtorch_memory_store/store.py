@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -150,7 +151,7 @@ class MemoryTensorStore(TensorStore):
         return self._session.joint.post(key, Offer(self.rank, note, tuple(tensors)), work, stream)
 
     def send(self, tensor: Tensor, dst: int, tag: int, *, stream: torch.cuda.Stream | None = None) -> None:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():  # of None it would initialise CUDA
             copy = cloned(tensor.detach(), torch.contiguous_format)
 
         self._session.letters.deliver(Message(self.rank, tag, copy, streams.record(copy, stream)), dst)

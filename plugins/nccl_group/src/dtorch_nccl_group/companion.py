@@ -51,11 +51,11 @@ class NcclCompanion(Endings):
         order: LaunchOrder,
         *,
         finish: Callable[[], None] | None,
-        limit: Callable[[float], None],
+        limit: Callable[[Any, float], None],
     ) -> None:
         """
         :param order: in which the collectives of this rank's GPU begin.
-        :param limit: sets how many seconds calls may take that begin later.
+        :param limit: sets how many seconds calls of a backend may take that begin later.
         """
         self._limit = limit
         self._store = stores[0] if stores is not None else None
@@ -91,11 +91,16 @@ class NcclCompanion(Endings):
 
     @contextmanager
     def limited(self, timeout: float) -> Iterator[None]:
-        self._limit(timeout)
+        backend = self._backend
+        if backend is None:  # another thread has closed it: the call that begins here will say so
+            yield
+            return
+
+        self._limit(backend, timeout)
         try:
             yield
         finally:
-            self._limit(self._ctx.timeout)
+            self._limit(backend, self._ctx.timeout)
 
     def launched(self, call: str, number: int, work: Any) -> None:  # noqa: ANN401
         self._last = call, work

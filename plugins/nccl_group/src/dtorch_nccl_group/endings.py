@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,9 +24,12 @@ from dtorch_core import (
     TensorStore,
 )
 from dtorch_core._foreign_work import Over
+from dtorch_core._goodbyes import say_elsewhere
 from dtorch_nccl_group import traffic
 from dtorch_nccl_group.calls import Calls
 from dtorch_nccl_group.letters import TAG, Letters, Words
+
+log = logging.getLogger("dtorch")
 
 SETTLING = 0.2
 """Seconds in which kernels end whose every rank has come."""
@@ -78,8 +83,17 @@ class Endings(ABC):
         """What close() raises."""
         self._ending: threading.Thread | None = None
         self._settled: dict[int, threading.Event] = {rank: threading.Event() for rank in range(ctx.world_size)}
+        self._closing: int | None = None
+        """The thread that closes it."""
+        self._gone = threading.Event()
+        """What close() does is done."""
+        self._forgotten = weakref.finalize(group, say_elsewhere, self._forget, f"{ctx.name} is left")
+        self._forgotten.atexit = False
         if traffic.is_shared(ctx):
-            traffic.HERE.opened(self, group)
+            traffic.HERE.opened(self)
+
+        if traffic.may_be_shared(ctx):
+            traffic.HERE.keep(group, backend)
 
         self._letters = Letters(stores[1], self._on_letter, self._on_end) if stores is not None else None
         if self._letters is not None:
@@ -100,10 +114,30 @@ class Endings(ABC):
     def close(self) -> None:
         with self._lock:
             closed, self._closed = self._closed, True
+            if not closed:
+                self._closing = threading.get_ident()
 
         if closed:
+            # What it works with may go when this returns: it can't be closed below somebody who is at it.
+            if self._closing != threading.get_ident():
+                self._gone.wait(self._ctx.timeout)
+
             return
 
+        self._forgotten.detach()
+        try:
+            self._close()
+        finally:
+            self._gone.set()
+
+    def _forget(self) -> None:
+        """Nobody has the group any more: the others are told as if it had been closed."""
+        try:
+            self.close()
+        except DtorchError as error:
+            log.warning("%s, which was forgotten and not closed: %s", self._ctx.label, error)
+
+    def _close(self) -> None:
         if self._over is None:
             self._settle()
 

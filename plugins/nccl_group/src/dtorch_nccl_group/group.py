@@ -35,7 +35,7 @@ def open_process_group(ctx: BackendContext) -> dist.ProcessGroup:
 def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None) -> dist.ProcessGroup:
     device = torch.device(ctx.device)
     line = dist.PrefixStore("nccl", ctx.rendezvous)
-    shared = ctx.world_size == 1 or traffic.is_shared(ctx)  # alone: the next group may be of several threads
+    shared = traffic.may_be_shared(ctx)
     made = nccl.backend(line, ctx.rank, ctx.world_size, ctx.timeout, ctx.name, shared=shared)
     group = dist.ProcessGroup(line, ctx.rank, ctx.world_size)
     finish = partial(nccl.finish, device) if nccl.QUEUED else None
@@ -44,8 +44,7 @@ def _opened(ctx: BackendContext, stores: tuple[TensorStore, TensorStore] | None)
 
     group._register_backend(torch.device(nccl.DEVICE_TYPE), nccl.KIND, made)
     group._set_default_backend(nccl.KIND)
-    limit = partial(nccl.limit, made)
-    beside = NcclCompanion(ctx, stores, group, made, _order(ctx), finish=finish, limit=limit)
+    beside = NcclCompanion(ctx, stores, group, made, _order(ctx), finish=finish, limit=nccl.limit)
     accompany(group, beside)
     try:
         with traffic.HERE.making(ctx.timeout):

@@ -6,6 +6,10 @@ as ranks of this process have groups together, those that are closed are kept, a
 
 Nor are some made while others are taken down, although NCCL allows it: an end waits for kernels, and who makes one
 waits for its peers.
+
+The same holds for what is left of a group then. torch's ProcessGroupNCCL destroys CUDA events when it is collected, and
+CUDA does that once no thread waits on that GPU for a copy to the host. The collector runs in whichever thread makes
+objects: in a rank for which that copy waits, say, by way of a kernel. So it does not find what is kept here.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+
+import torch.distributed as dist
 
 from dtorch_core import BackendContext
 from dtorch_core._goodbyes import say_elsewhere
@@ -31,24 +36,31 @@ def is_shared(ctx: BackendContext) -> bool:
     return len(ctx.topology.by_process()[ctx.topology[ctx.rank].process]) > 1
 
 
+def may_be_shared(ctx: BackendContext) -> bool:
+    """This process has other ranks, as far as the group can know."""
+    return ctx.world_size == 1 or is_shared(ctx)
+
+
 class Traffic:
     """Many may make communicators at once, or many take them down."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._inside = {"making": 0, "ending": 0}
-        self._open: dict[object, weakref.finalize[..., object]] = {}
+        self._open: set[object] = set()
         self._closed: list[End] = []
+        self._kept: list[tuple[weakref.ref[dist.ProcessGroup], object]] = []
 
-    def opened(self, handle: object, group: object) -> None:
-        """A rank has a group with another rank of this process, until it has left it or forgotten ``group``.
-
-        :param handle: stands for it; may be kept by what still listens to the other ranks.
-        """
-        forgotten = weakref.finalize(group, say_elsewhere, partial(self.left, handle), "ends NCCL")
-        forgotten.atexit = False
+    def opened(self, handle: object) -> None:
+        """A rank is about to have a group with another rank of this process, until it has left it."""
         with self._condition:
-            self._open[handle] = forgotten
+            self._open.add(handle)
+
+    def keep(self, group: dist.ProcessGroup, backend: object) -> None:
+        """Keep the backend of a group until the group is gone, and no rank has another one."""
+        gone = weakref.ref(group, lambda _: say_elsewhere(self._take_down, "ends NCCL"))
+        with self._condition:
+            self._kept.append((gone, backend))
 
     def left(self, handle: object, end: End | None = None) -> None:
         """A rank has left a group. The communicator goes now, if no such group is open here; else with the last one.
@@ -58,29 +70,32 @@ class Traffic:
         :param end: None if it is down already.
         """
         with self._condition:
-            forgotten = self._open.pop(handle, None)
-            if forgotten is not None:
-                forgotten.detach()
-
+            self._open.discard(handle)
             if end is not None:
                 self._closed.append(end)
 
+        self._take_down()
+
+    def _take_down(self) -> None:
+        """What no open group keeps."""
+        with self._condition:
             if self._open:
                 return
 
             ends, self._closed = self._closed, []
+            # From this moment on: a group that is opened before a thread runs would have kernels by then.
+            self._inside["ending"] += 1
 
-        # All at once: NCCL's orderly end waits for all ranks of a process.
-        threads = [threading.Thread(target=self._end, args=(end,), name="ends NCCL", daemon=True) for end in ends]
-        for thread in threads:
-            thread.start()
+        with self._leaving("ending"):
+            with self._condition:
+                self._condition.wait_for(lambda: not self._inside["making"], PATIENCE)
 
-        for thread in threads:
-            thread.join()
+            _all_at_once(ends)
+            with self._condition:
+                kept, self._kept = self._kept, []
+                self._kept = [(group, backend) for group, backend in kept if group() is not None]
 
-    def _end(self, end: End) -> None:
-        with suppress(RuntimeError), self.ending():  # what fails here has failed already
-            end()
+            kept.clear()  # collected here, outside the lock
 
     @contextmanager
     def making(self, patience: float) -> Iterator[None]:
@@ -103,12 +118,34 @@ class Traffic:
             self._condition.wait_for(lambda: not self._inside[other], patience)
             self._inside[kind] += 1
 
+        with self._leaving(kind):
+            yield
+
+    @contextmanager
+    def _leaving(self, kind: str) -> Iterator[None]:
+        """Who is inside goes at the end."""
         try:
             yield
         finally:
             with self._condition:
                 self._inside[kind] -= 1
                 self._condition.notify_all()
+
+
+def _all_at_once(ends: list[End]) -> None:
+    """NCCL's orderly end waits for all ranks of a process."""
+    threads = [threading.Thread(target=_quietly, args=(end,), name="ends NCCL", daemon=True) for end in ends]
+    for thread in threads:
+        thread.start()
+
+    for thread in threads:
+        thread.join()
+
+
+def _quietly(end: End) -> None:
+    """What fails here has failed already."""
+    with suppress(RuntimeError):
+        end()
 
 
 HERE = Traffic()
