@@ -92,8 +92,25 @@ def held() -> Iterator[None]:
 
 
 @contextmanager
-def entered(scope: Scope, variables: Mapping[str, str]) -> Iterator[None]:
-    """The rank sees these variables. What it sets, other ranks do not see; C code sees what was set last."""
+def entered(scope: Scope, variables: Mapping[str, str], *, alone: bool) -> Iterator[None]:
+    """The rank sees these variables. What it sets, other ranks do not see; C code sees what was set last.
+
+    :param alone: the process has no other rank: the variables are the process's, and so its children's.
+    """
+    if alone:
+        before = {key: os.environ.get(key) for key in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for key, value in before.items():
+                if value is None:
+                    os.environ.pop(key, None)
+                else:
+                    os.environ[key] = value
+
+        return
+
     with held():
         scope.own[_KEY] = dict(variables)
         try:

@@ -16,7 +16,9 @@ def _install(stack: ExitStack) -> None:
     def start(self: threading.Thread, *args: Any, **named: Any) -> None:  # noqa: ANN401 - whatever Python's takes
         scope = _scope.current()
         if scope is not None:
-            self.run = _Run(self.run, scope)  # type: ignore[method-assign]
+            from torch._C import _is_multithreading_enabled
+
+            self.run = _Run(self.run, scope, _is_multithreading_enabled())  # type: ignore[method-assign]
 
         original(self, *args, **named)
 
@@ -26,15 +28,15 @@ def _install(stack: ExitStack) -> None:
 class _Run:
     """What the thread does, in the scope of the rank that started it."""
 
-    def __init__(self, run: Callable[[], None], scope: Scope) -> None:
-        self._run, self._scope = run, scope
+    def __init__(self, run: Callable[[], None], scope: Scope, autograd_threads: bool) -> None:
+        self._run, self._scope, self._autograd_threads = run, scope, autograd_threads
 
     def __call__(self) -> None:
         from torch.autograd import set_multithreading_enabled
 
         _scope.enter(self._scope)
         try:
-            with set_multithreading_enabled(False):
+            with set_multithreading_enabled(self._autograd_threads):
                 self._run()
         finally:
             _scope.enter(None)
@@ -44,6 +46,7 @@ class _Run:
 inherited = SharedPatch(_install)
 """While it is held, new threads have the scope of the thread that starts them.
 
-Their backward passes run in themselves, as the rank's do: autograd's own threads, one a device, belong to no rank, and
-a collective that waits in one of them would stop every other rank's backward.
+Their backward passes run in themselves if the rank's do, as those of ranks that share a process: autograd's own
+threads, one a device, belong to no rank, and a collective that waits in one of them would stop every other rank's
+backward.
 """

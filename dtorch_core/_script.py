@@ -12,6 +12,7 @@ from types import CodeType, ModuleType
 
 from dtorch_core import _rank_environ, _rank_main, _rank_output, _rank_signals
 from dtorch_core._rank_context import RankContext
+from dtorch_core._rank_threads import inherited
 from dtorch_core._scope import Scope
 
 
@@ -36,6 +37,7 @@ class Script:
             for part in (_rank_environ, _rank_main, _rank_signals, _rank_output):
                 stack.enter_context(part.held())
 
+            stack.enter_context(inherited.held())
             before = sys.argv, sys.path[:]
             stack.callback(_restore, *before)
             sys.argv = [self.name, *self.arguments]
@@ -43,13 +45,16 @@ class Script:
             yield
 
     @contextmanager
-    def entered(self, scope: Scope) -> Iterator[None]:
-        """This thread, and those it starts, are a rank to which the script's process is its own."""
+    def entered(self, scope: Scope, *, alone: bool) -> Iterator[None]:
+        """This thread, and those it starts, are a rank to which the script's process is its own.
+
+        :param alone: it is.
+        """
         from dtorch_core import _script_groups
 
         with ExitStack() as stack:
             stack.enter_context(_rank_output.entered(scope))
-            stack.enter_context(_rank_environ.entered(scope, self._variables(scope)))
+            stack.enter_context(_rank_environ.entered(scope, self._variables(scope), alone=alone))
             stack.enter_context(_rank_signals.entered(scope))
             stack.enter_context(_script_groups.entered(scope, self.world_size, self.backend))
             yield

@@ -63,6 +63,6 @@ class Settings:
                 stack.enter_context(default_group(scope, self.world_size, alone=alone, opens=opens))
 
             if self.script is not None:
-                stack.enter_context(self.script.entered(scope))
+                stack.enter_context(self.script.entered(scope, alone=not self.shares_process))
 
             yield

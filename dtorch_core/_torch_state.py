@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -40,6 +41,7 @@ def adapt() -> None:
 
     _ask_the_companion("shutdown", lambda beside: beside.close())
     _ask_the_companion("abort", lambda beside: beside.abort())
+    _keep_works_of_reducers()
 
 
 def missing() -> list[str]:
@@ -132,6 +134,32 @@ def _ask_the_companion(name: str, ours: Callable[[Any], None]) -> None:
             ours(beside)
 
     setattr(distributed_c10d.ProcessGroup, name, method)
+
+
+def _keep_works_of_reducers() -> None:
+    """DDP's ``join()`` gives a Work to C++, and to nobody else.
+
+    One whose class is written in Python would be half a Work then: C++ would wait in the base class, for ever.
+    """
+    name = "_set_forward_pass_work_handle"
+    if name in _adapted:
+        return
+
+    _adapted.add(name)
+    reducer: Any = getattr(torch._C._distributed_c10d, "Reducer", None)
+    original = getattr(reducer, name, None)
+    if original is None:
+        miss(f"torch's Reducer has no {name}(): DistributedDataParallel.join() does not serve groups of dtorch")
+        return
+
+    given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(original)
+    def method(self: Any, work: Any, *args: Any, **named: Any) -> None:  # noqa: ANN401
+        given[self] = work  # the one before is not asked any more
+        original(self, work, *args, **named)
+
+    setattr(reducer, name, method)
 
 
 def miss(text: str) -> None:

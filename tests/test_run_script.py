@@ -262,6 +262,42 @@ class TestScript:
         assert "dtorch run: the script asks for 'nccl': 2 ranks on cpu use samedevice" in err
         assert any(line.startswith("dtorch run: rank 1 of 2 failed with SystemExit: 3") for line in err)
 
+    @pytest.mark.parametrize("kind", ["threads", "processes"])
+    def test_threads_of_a_rank_belong_to_it(self, run, kind):
+        body = """
+            from concurrent.futures import ThreadPoolExecutor
+
+            dist.init_process_group("gloo")
+
+            def say():
+                group = dist.new_group()
+                x = torch.ones(2)
+                dist.all_reduce(x, group=group)
+                print("thread", os.environ["RANK"], dist.get_rank(), dist.get_backend(group), x.tolist())
+
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(say).result()
+
+            thread = threading.Thread(target=dist.destroy_process_group)
+            thread.start()
+            thread.join()
+            """
+        status, out, _ = run(body, "--ranks-as", kind)
+        assert status == 0
+        assert out == [f"[rank {rank}] thread {rank} {rank} gloo [2.0, 2.0]" for rank in range(2)]
+
+    def test_children_have_the_variables_of_ranks_that_are_processes(self, run):
+        body = """
+            import subprocess
+
+            code = "import os; print(os.environ['RANK'], os.environ['MASTER_PORT'], os.environ['MINE'])"
+            os.environ["MINE"] = str(rank)
+            child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            assert child.stdout.split() == [str(rank), os.environ["MASTER_PORT"], str(rank)]
+            """
+        status, _, err = run(body, "--ranks-as", "processes")
+        assert status == 0, err
+
     def test_ranks_may_start_processes(self, run):
         body = """
         from torch.utils.data import DataLoader

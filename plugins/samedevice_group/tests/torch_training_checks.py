@@ -46,6 +46,18 @@ class TrainingChecks:
             for _ in range(1 + self.rank):  # ranks have different numbers of batches
                 model(torch.ones(3, 4)).sum().backward()
 
+    def ddp_averaged_over_those_who_are_left(self):
+        """The Work that asks who is left is C++'s alone."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        with model.join(divide_by_initial_world_size=False):
+            for step in range(1 + self.rank):
+                model.zero_grad()
+                model(torch.full((1, 2), self.rank + 1.0)).sum().backward()
+                left = [rank + 1.0 for rank in self.ranks if rank >= step]
+                expect_equal(model.module.weight.grad, torch.full((1, 2), sum(left) / len(left)))
+
     def compiled_ddp(self):
         from torch.nn.parallel import DistributedDataParallel
 
