@@ -3,6 +3,8 @@
 A connection serves one call at a time, and some calls wait for another rank. So each call takes a connection that is
 free, or a new one, and gives it back: a process has as many as it ever had calls under way at once. (The server of a
 TCPStore asks a name server about each of them, and answers nobody meanwhile: seconds, where a query is lost.)
+
+Each process group of torch.distributed brings a new PrefixStore over the same TCPStore: what counts is the server.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
@@ -125,34 +128,34 @@ class Lines:
         return self._lost.done()
 
     def _server(self) -> dist.Store:
-        server = self._first
-        while isinstance(server, dist.PrefixStore):
-            server = server.underlying_store
-
-        return server
+        return _layers(self._first)[-1]
 
 
 class Board:
     """A store under a prefix. What is not explained here is as c10d's."""
 
-    def __init__(self, lines: Lines, place: str, prefix: str = "") -> None:
+    def __init__(self, lines: Lines, place: str, prefix: str = "", patience: timedelta | None = None) -> None:
         """
         :param place: how messages call it.
+        :param patience: the timeout of :meth:`store`; None is that of the connections.
         """
         self.lines, self.place = lines, place
-        self._prefix = prefix
+        self._prefix, self._patience = prefix, patience
         self._lock = threading.Lock()
         self._store: dist.Store | None = None
 
     def under(self, prefix: str) -> Board:
         """The same under a longer prefix."""
-        return Board(self.lines, self.place, f"{self._prefix}{prefix}/")
+        return Board(self.lines, self.place, f"{self._prefix}{prefix}/", self._patience)
 
     def store(self) -> dist.Store:
         """The same as a c10d Store, with a connection of its own from the first call on."""
         with self._lock:
             if self._store is None:
                 own = self.lines.own()
+                if self._patience is not None:
+                    own.set_timeout(self._patience)
+
                 self._store = dist.PrefixStore(self._prefix.removesuffix("/"), own) if self._prefix else own
 
             return self._store
@@ -189,25 +192,52 @@ class Board:
 _lock = threading.Lock()
 _given: weakref.WeakKeyDictionary[dist.Store, Lines] = weakref.WeakKeyDictionary()
 _at: weakref.WeakValueDictionary[str, Lines] = weakref.WeakValueDictionary()
+_prefixes: weakref.WeakKeyDictionary[dist.Store, str] = weakref.WeakKeyDictionary()
+"""Of each PrefixStore that was reached, one that is equal on all ranks: c10d does not tell what its own is."""
+
+
+def reach(store: dist.Store) -> None:
+    """See whether it is there; :func:`board_in` then makes no connection for it. Nobody may be waiting on it.
+
+    :raises dist.DistNetworkError: if its server is gone.
+    """
+    server = _layers(store)[-1]
+    if server is store or not isinstance(server, dist.TCPStore):
+        store.check(["dtorch"])
+        return
+
+    found = store.compare_set("dtorch", "", uuid.uuid4().hex)  # the first rank's counts
+    with _lock:
+        _prefixes[store] = f"dtorch in {found.decode()}/"
 
 
 def board_in(store: dist.Store) -> Board:
     """The board in a store that somebody else uses, too."""
-    place = f"the given {type(store).__name__}"
+    place, layers = f"the given {type(store).__name__}", _layers(store)
+    server = layers[-1]
     with _lock:
-        lines = _given.get(store)
+        prefix = "" if server is store else _prefixes.get(store)
 
-    if lines is None:
-        first = own_line(store)
-        lines = made = Lines(first)
-        if first is not store:  # it would keep itself alive
-            with _lock:
-                lines = _given.setdefault(store, made)
+    if prefix is None or not isinstance(server, dist.TCPStore):
+        return Board(_lines_in(store), place)
 
-            if lines is not made:  # another rank has been quicker
-                lines.give(first)
+    lines = board_at(f"{server.host}:{server.port}", place, Lines(server).own).lines
+    with _lock:
+        for layer in layers:  # as long as one of them is in use, more can be opened there
+            _given[layer] = lines
 
-    return Board(lines, place)
+    patience: timedelta = server.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
+    return Board(lines, place, prefix, patience)
+
+
+def lines_to(server: dist.Store) -> Lines:
+    """The connections of which this is the first, which nobody else uses; for all who come to the same server."""
+    lines = Lines(server)
+    if isinstance(server, dist.TCPStore):
+        with _lock:
+            _at[f"{server.host}:{server.port}"] = lines
+
+    return lines
 
 
 def board_at(address: str, place: str, connect: Callable[[], dist.Store]) -> Board:
@@ -228,6 +258,33 @@ def board_at(address: str, place: str, connect: Callable[[], dist.Store]) -> Boa
                 lines.give(first)  # another rank has been quicker
 
     return Board(lines, place)
+
+
+def _layers(store: dist.Store) -> list[dist.Store]:
+    """It, and what it is a prefix in, down to what is none."""
+    layers = [store]
+    while isinstance(layers[-1], dist.PrefixStore):
+        layers.append(layers[-1].underlying_store)
+
+    return layers
+
+
+def _lines_in(store: dist.Store) -> Lines:
+    """Those to this very store."""
+    with _lock:
+        lines = _given.get(store)
+
+    if lines is None:
+        first = own_line(store)
+        lines = made = Lines(first)
+        if first is not store:  # it would keep itself alive
+            with _lock:
+                lines = _given.setdefault(store, made)
+
+            if lines is not made:  # another rank has been quicker
+                lines.give(first)
+
+    return lines
 
 
 def own_line(store: dist.Store) -> dist.Store:

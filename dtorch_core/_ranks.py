@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dtorch_core import _scope
-from dtorch_core._board import Board, Lines
+from dtorch_core._board import Board, lines_to
 from dtorch_core._registry import registry
 from dtorch_core._scope import Scope
 from dtorch_core._text import rank_list, root_cause, seconds
@@ -126,7 +126,7 @@ class Run:
         self, call: Callable[[Scope], Any], devices: Mapping[int, str], rendezvous: dist.Store | None = None
     ) -> None:
         self._call, self._devices = call, devices
-        lines = Lines(dist.HashStore() if rendezvous is None else rendezvous)
+        lines = lines_to(dist.HashStore() if rendezvous is None else rendezvous)
         self._scopes = {rank: Scope(rank, Board(lines, "this spawn"), device) for rank, device in devices.items()}
         self._changed = threading.Condition()
         self._threads: dict[int, threading.Thread] = {}

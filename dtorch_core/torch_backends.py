@@ -93,10 +93,11 @@ def _reach(store: dist.Store, name: str) -> None:
     """
     import torch.distributed as dist
 
+    from dtorch_core._board import reach
     from dtorch_core.errors import PeerLostError
 
     try:
-        store.check(["dtorch"])
+        reach(store)
     except dist.DistNetworkError as error:
         raise PeerLostError(
             f"process group {name!r}: the store of torch.distributed is gone ({str(error).splitlines()[0]}); has the "

@@ -7,6 +7,7 @@ import threading
 import time
 
 import torch
+import torch.distributed as dist
 
 from dtorch_core import AbortedError, PeerLostError, spawn
 
@@ -42,6 +43,37 @@ def opened(ctx, queue, values, name):
 
     manager = ctx.open_manager()
     return *found, values, torch.get_num_threads(), (manager.rank, manager.world_size), sys.exc_info()
+
+
+def connections_of_groups(ctx, number):
+    """How many connections this process has to other ports, before and after so many new process groups."""
+    values = torch.ones(1)
+    dist.all_reduce(values)
+    before = _connections()
+    for turn in range(number):
+        group = dist.new_group()
+        dist.all_reduce(values, group=group)
+        if turn % 2:
+            dist.destroy_process_group(group)
+
+    dist.barrier()
+    return before, _connections(), values.item()
+
+
+def _connections():
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as file:
+            found |= {f"socket:[{line.split()[9]}]" for line in file.readlines()[1:]}
+
+    return len(found & {_link(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")})
+
+
+def _link(path):
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # closed meanwhile
+        return ""
 
 
 def tensors(ctx):

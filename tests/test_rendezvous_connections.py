@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dtorch_core import _board, open_store
+from dtorch_core import PeerLostError, _board, open_store
 from dtorch_core import _rendezvous as rendezvous
 from dtorch_core._board import Lines
 from dtorch_core.testing import Background
@@ -82,6 +82,19 @@ class Proxy:
         self._listener.close()
 
 
+def await_attempts():
+    """c10d goes on trying to reach a server that is gone, in threads that nobody waits for."""
+    for thread in threading.enumerate():
+        if thread.name == "connects once more":
+            thread.join(PROMPT)
+            assert not thread.is_alive()
+
+
+def reached(store):
+    _board.reach(store)
+    return store
+
+
 class TestConnections:
     """Each one costs the server of a rendezvous a query to a name server."""
 
@@ -101,6 +114,55 @@ class TestConnections:
 
             assert proxy.count <= 1 + 2
 
+    def test_openings_in_parts_of_a_store_share_those_to_its_server(self, fake, proxy):
+        """As process groups of torch.distributed, each of which brings a PrefixStore that is new."""
+        given = dist.TCPStore("127.0.0.1", proxy.port, None, False, wait_for_workers=False)
+        held = []
+        for name in "abc":
+            part = reached(dist.PrefixStore(name, dist.PrefixStore("outer", given)))
+            held += opened(2, "x", rendezvous=part).join()
+            assert proxy.count <= 1 + 2
+
+        assert [store.rank for store in held] == [0, 1] * 3
+
+    def test_parts_of_a_store_are_apart(self, proxy):
+        """Whatever connection it is that a rank has given."""
+        one, other = (dist.TCPStore("127.0.0.1", proxy.port, None, False, wait_for_workers=False) for _ in range(2))
+        first, second, elsewhere = (
+            _board.board_in(reached(dist.PrefixStore(name, store)))
+            for name, store in (("a", one), ("a", other), ("b", one))
+        )
+        first.set("k", "v")
+        assert second.get("k") == b"v" and second.store().get("k") == b"v"
+        assert not elsewhere.check(["k"]) and not _board.board_in(one).check(["k"])
+        assert proxy.count == 2 + 2  # one for all calls, and that of store()
+
+    def test_part_of_a_store_keeps_the_stores_patience(self, proxy):
+        brief, long = (
+            dist.TCPStore("127.0.0.1", proxy.port, None, False, timedelta(seconds=own), wait_for_workers=False)
+            for own in (0.05, LONG)
+        )
+        boards = [_board.board_in(reached(dist.PrefixStore("a", store))) for store in (long, brief)]
+        assert boards[0].lines is boards[1].lines
+        with pytest.raises(dist.DistStoreError):
+            boards[1].under("x").store().get("nothing")
+
+    @pytest.mark.parametrize("again", [False, True])
+    def test_server_of_a_given_store_that_has_ended_is_gone(self, monkeypatch, again):
+        """c10d would try to reach it for the timeout of the store."""
+        monkeypatch.setattr(_board, "LOOK", 0.1)
+        proxy, own = Proxy(), timedelta(seconds=1)
+        given = dist.TCPStore("127.0.0.1", proxy.port, None, False, own, wait_for_workers=False)
+        held = _board.board_in(given) if again else None
+        proxy.close()
+        started = time.monotonic()
+        with pytest.raises(PeerLostError, match="the server of the given TCPStore is gone"):
+            open_store("x", rank=0, world_size=2, rendezvous=given, timeout=LONG)
+
+        assert time.monotonic() - started < own.total_seconds()
+        assert held is None or held.lines.gone()
+        await_attempts()
+
     def test_one_that_is_being_made_ends_with_the_server(self):
         """c10d would go on trying."""
         proxy, own = Proxy(), timedelta(seconds=2)
@@ -117,10 +179,7 @@ class TestConnections:
                 call()
 
         assert time.monotonic() - started < own.total_seconds()
-        for thread in threading.enumerate():
-            if thread.name == "connects once more":
-                thread.join(PROMPT)
-                assert not thread.is_alive()
+        await_attempts()
 
     def test_openings_share_those_to_a_server_while_one_is_open(self, fake, proxy, monkeypatch):
         monkeypatch.setattr(rendezvous, "_serve", lambda *_: None)

@@ -34,6 +34,17 @@ class TestResults:
         assert first == second != third
         assert os.getpid() not in (first, third)
 
+    @pytest.mark.parametrize("threads_per_process", [1, 2])
+    def test_process_groups_make_no_more_connections(self, ranks, threads_per_process):
+        """Each would cost the server of the rendezvous a query to a name server. A rank has one while it waits."""
+        number = 6
+        results = processes(
+            ranks.connections_of_groups, 3, number, threads_per_process=threads_per_process, torch_distributed=True
+        )
+        for before, after, value in results:
+            assert 0 < before <= after < before + threads_per_process
+            assert value == 3.0 ** (number + 1)
+
     def test_ranks_open_what_they_share(self, ranks, site, monkeypatch):
         """They meet; arguments are each rank's own, by value; queues of multiprocessing may be among them."""
         site.backend("fake-dist", "fake", "Support.yes(1, 'it fits all')", plugin="fake")
