@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,10 +20,10 @@ from dtorch_core._notes import Notes
 from dtorch_core._order import Turn
 from dtorch_core._selector import spec_of
 from dtorch_core._shapes import Shape, describe
-from dtorch_core._text import did_you_mean, rank_list
+from dtorch_core._text import did_you_mean, interruption, rank_list
 from dtorch_core._work import Record, Started, Work
 from dtorch_core.checks import LONGEST, check_tensor
-from dtorch_core.errors import UnsupportedOperationError, UnsupportedTensorError
+from dtorch_core.errors import DtorchError, UnsupportedOperationError, UnsupportedTensorError
 from dtorch_core.recorder import recorder_for
 from dtorch_core.reduction import OPS, rule
 
@@ -82,21 +82,26 @@ class GroupCalls:
         self, call: str, prepare: Callable[[], Prepared[T]], timeout: float | None, async_op: bool
     ) -> Any:  # noqa: ANN401 - what the call returns, or a Work of it
         """A call whose ranks know all sizes."""
-        record, number = self._begin(call)
+        work: Work[T] | None = None
         try:
-            seconds = self._seconds(call, timeout, async_op)
-        except Exception as error:
-            _notes.refuse(self.process_group, call, error, number=number)
+            record, number = self._begin(call)
+            try:
+                seconds = self._seconds(call, timeout, async_op)
+            except Exception as error:
+                _notes.refuse(self.process_group, call, error, number=number)
+                raise
+
+            beside = self._beside
+            turn = None if beside is None else beside.turn(call, None)
+
+            def start(_: Sequence[str]) -> Started[T]:
+                return self._launch(call, prepare, self._terms(seconds, async_op), number)
+
+            work = Work(call, turn, start, seconds, self.device, record, beside)
+            return work if async_op else work.result()
+        except BaseException as error:
+            self._raised(call, work, error)
             raise
-
-        beside = self._beside
-        turn = None if beside is None else beside.turn(call, None)
-
-        def start(_: Sequence[str]) -> Started[T]:
-            return self._launch(call, prepare, self._terms(seconds, async_op), number)
-
-        work = Work(call, turn, start, seconds, self.device, record, beside)
-        return work if async_op else work.result()
 
     def _exchange(
         self,
@@ -108,34 +113,72 @@ class GroupCalls:
         async_op: bool,
     ) -> Any:  # noqa: ANN401
         """A call whose ranks tell each other their sizes first. ``same`` is what all of them have to call."""
-        record, number = self._begin(call)
+        work: Work[T] | None = None
         try:
-            seconds = self._seconds(call, timeout, async_op)
-            text = tell()
-        except Exception as error:
-            _notes.refuse(self.process_group, call, error, exchange=True, number=number)
-            raise
-
-        try:
-            beside = self._beside  # where it can't carry texts, the group does, by calls of its own
-            with nullcontext() if beside is None or beside.talks else beside.limited(seconds):
-                notes: Notes | Turn = _notes.post(self.process_group, self.device, same, call, text, seconds)
-
-        except Exception as error:
-            if self._beside is None:
+            record, number = self._begin(call)
+            try:
+                seconds = self._seconds(call, timeout, async_op)
+                text = tell()
+            except Exception as error:
+                _notes.refuse(self.process_group, call, error, exchange=True, number=number)
                 raise
 
-            raise self._beside.explain(call, error) from error.__cause__
+            notes = self._told(same, call, text, seconds)
 
-        if self._beside is not None and isinstance(notes, Notes) and notes.ticket is not None:
-            notes = self._beside.turn(call, notes.ticket)
+            def start(texts: Sequence[str]) -> Started[T]:
+                with notes.place:
+                    return self._launch(call, lambda: prepare(texts), self._terms(seconds, async_op), number)
 
-        def start(texts: Sequence[str]) -> Started[T]:
-            with notes.place:
-                return self._launch(call, lambda: prepare(texts), self._terms(seconds, async_op), number)
+            work = Work(call, notes, start, seconds, self.device, record, self._beside)
+            return work if async_op else work.result()
+        except BaseException as error:
+            self._raised(call, work, error)
+            raise
 
-        work = Work(call, notes, start, seconds, self.device, record, self._beside)
-        return work if async_op else work.result()
+    def _told(self, same: str, call: str, text: str, seconds: float) -> Notes | Turn:
+        """Begin the exchange of every rank's text."""
+        beside = self._beside
+        try:
+            # Where it can't carry texts, the group does, by calls of its own.
+            with nullcontext() if beside is None or beside.talks else beside.limited(seconds):
+                notes = _notes.post(self.process_group, self.device, same, call, text, seconds)
+
+        except Exception as error:
+            if beside is None:
+                raise
+
+            raise beside.explain(call, error) from error.__cause__
+
+        if beside is not None and notes.ticket is not None:
+            turn: Turn = beside.turn(call, notes.ticket)
+            return turn
+
+        return notes
+
+    def _raised(self, call: str, work: Work[Any] | None, error: BaseException) -> None:
+        """A call ends with ``error``: one that a signal's handler has raised, as of Ctrl-C, no other rank knows of.
+
+        A blocking call can't be waited for again. So the group is given up, which wakes those who wait in it; and its
+        tensors are the caller's when it has raised: what is being done with them is waited for.
+
+        :param work: the call's; None if it was not begun.
+        """
+        if work is None:
+            if isinstance(error, Exception):
+                return  # the peers were told why, or the group is over
+        elif isinstance(error, DtorchError) or work.is_completed() or (self._beside is not None and work.has_begun):
+            return
+
+        with suppress(Exception):  # of a group of torch's own that can't be aborted
+            self.abort(interruption(self.rank, call, error))
+
+        if work is not None and self._own:
+            with suppress(Exception):
+                work.wait()
+
+    def abort(self, reason: str = "", *, died: bool = False) -> None:
+        """As :meth:`ThreadGroup.abort`."""
+        raise NotImplementedError
 
     def conduct(self, call: str, launch: Launch) -> None:
         """Call one of :mod:`dtorch_core._c10d`'s collectives on the process group, and wait for it."""

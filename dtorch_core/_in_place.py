@@ -20,6 +20,7 @@ from dtorch_core._extras import Companion
 from dtorch_core._foreign_reduction import recipe
 from dtorch_core._foreign_work import ForeignWork, Queued
 from dtorch_core._stand_ins import CARRIED
+from dtorch_core._text import interruption
 
 _MOST = 1000
 """Forms that are remembered."""
@@ -36,7 +37,7 @@ class InPlace:
     def __init__(self, process_group: dist.ProcessGroup, ctx: BackendContext, beside: Companion) -> None:
         device = torch.device(ctx.device)
         self._backend: Any = process_group._get_backend(device)
-        self._timeout, self._beside = ctx.timeout, beside
+        self._rank, self._timeout, self._beside = ctx.rank, ctx.timeout, beside
         self._limit = timedelta(seconds=ctx.timeout)
         self._world_size = ctx.world_size
         self._cuda = device.type == "cuda"
@@ -72,6 +73,7 @@ class InPlace:
         if number is None:
             return False
 
+        work = None
         try:
             work = self._backend.allreduce([x], options)
             if self._cuda:
@@ -83,6 +85,11 @@ class InPlace:
                 foreign.wait(self._limit)
         except Exception as error:
             raise beside.explain(call, error) from error.__cause__
+        except BaseException as error:  # Ctrl-C; once begun the call goes its way, as it does on the other ranks
+            if work is None:
+                beside.abort(interruption(self._rank, call, error))
+
+            raise
 
         return True
 

@@ -82,9 +82,18 @@ def describe_error(error: BaseException) -> str:
         ),
         "",
     )
+    return f"{_type_and_message(cause)}{place}"
+
+
+def interruption(rank: int, call: str, error: BaseException) -> str:
+    """What the peers of a rank are told that Ctrl-C, or another signal's handler, took out of a call."""
+    return f"rank {rank} was interrupted in {call}: {_type_and_message(error)}"
+
+
+def _type_and_message(error: BaseException) -> str:
     try:
-        text = one_line(str(cause))
+        text = one_line(str(error))
     except Exception:
         text = "its message can't be printed"
 
-    return f"{type(cause).__name__}: {text}{place}" if text else f"{type(cause).__name__}{place}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -105,6 +105,11 @@ class Work(Generic[T]):
 
         return f"<Work {self._call}: {'over' if self.is_completed() else 'under way'}>"
 
+    @property
+    def has_begun(self) -> bool:
+        """What came first is over, and c10d's collective begun; or it never will be."""
+        return self._started.done()
+
     def is_completed(self) -> bool:
         """It is over, well or not."""
         if not self._started.done():

@@ -16,8 +16,8 @@ from functools import partial
 
 import torch
 
-from dtorch_core import CollectiveMismatchError, DtorchError, ProtocolError, StoreTimeoutError, errors
-from dtorch_core._text import describe_error, rank_list
+from dtorch_core import AbortedError, CollectiveMismatchError, DtorchError, ProtocolError, StoreTimeoutError, errors
+from dtorch_core._text import describe_error, interruption, rank_list
 from dtorch_core.joint import Offer, Work, copy_of
 from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store import offers
@@ -210,8 +210,16 @@ class Joint:
             call.waiters = [waiter for waiter in call.waiters if not waiter.settled]
             failed += settle(call.notices, lambda notice, call=call: self.ends.hopeless(call, notice.rank))  # type: ignore[misc]
             call.notices = [notice for notice in call.notices if not notice.settled]
+            failure = self._lost(call) if self._presence.all_said else None
+            if failure is not None:  # what comes late finds nothing to go on with: the tensors are their owners' again
+                failed += self._end(call, failure())
 
         return failed
+
+    def _lost(self, call: Call) -> Failure | None:
+        """Why this node's part of a call never goes on, if nothing can any more."""
+        rank = self._node.own_ranks[0]
+        return self._presence.over(rank, call.what(rank)) if self.ends.stuck(call, rank) is not None else None
 
     def node_gone(self, node: int) -> None:
         """A node reads nothing any more."""
@@ -249,6 +257,7 @@ class Joint:
         """Do this node's part, as far as it goes now; ``running`` was set by who calls this."""
         while True:
             error: BaseException | None = None
+            interrupt: BaseException | None = None
             runs = False  # not asked of the call below: another thread may be at it by then
             try:
                 with _inference(True):
@@ -258,7 +267,11 @@ class Joint:
                     awaits = next(call.steps, None)
             except BaseException as failure:  # reaches this node's ranks through their tickets
                 awaits, error = None, failure
-                self._break(call, failure)
+                if not isinstance(failure, Exception):  # Ctrl-C: the thread's alone, and the others are told of it
+                    what = interruption(self._node.own_ranks[0], call.key, failure)
+                    interrupt, error = failure, AbortedError(f"{self._presence.label}: {what}")
+
+                self._break(call, error)
 
             with self._node.mutex:
                 if awaits is None:
@@ -271,6 +284,9 @@ class Joint:
                     woken = [] if runs else self.give_up()
 
             self._node.after(woken)
+            if interrupt is not None:
+                raise interrupt
+
             if not runs:
                 return
 

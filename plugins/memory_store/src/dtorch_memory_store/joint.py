@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dtorch_core import AbortedError, ProtocolError, StoreTimeoutError
-from dtorch_core._text import rank_list, seconds
+from dtorch_core._text import interruption, rank_list, seconds
 from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of
 from dtorch_core.presence import Failure, Presence, raise_if, settle
 from dtorch_memory_store.on_gpu import Queued, Ready, run
@@ -109,7 +109,9 @@ class Joint:
                 del self._calls[key]
 
         if last:
-            self._start(call, rank, work, stream)
+            interrupt = self._start(call, rank, work, stream)
+            if interrupt is not None:
+                raise interrupt
 
         return MemoryTicket(self, call, rank, None if ready is None else ready.device)
 
@@ -119,8 +121,10 @@ class Joint:
         helped = False
         while not call.finished:
             if call.running and not helped:
-                self._help(call)
                 helped = True
+                interrupt = self._help(call, rank)
+                if interrupt is not None:
+                    raise interrupt
 
             with self.presence.mutex:
                 if call.finished:
@@ -210,7 +214,9 @@ class Joint:
 
         return self._stuck(call, rank) or self.over(rank, call.what(rank))
 
-    def _start(self, call: Call, rank: int, work: Work, stream: torch.cuda.Stream | None) -> None:
+    def _start(self, call: Call, rank: int, work: Work, stream: torch.cuda.Stream | None) -> BaseException | None:
+        """Do the work, with the help of others. What has interrupted this thread meanwhile, and is its own to raise."""
+        interrupt: BaseException | None = None
         offers: list[Offer] = call.offers  # type: ignore[assignment]  # all have come
         tasks: Sequence[Task] = ()
         try:
@@ -223,28 +229,32 @@ class Joint:
                     tasks[0]()
                     tasks = ()
         except BaseException as error:  # reaches every rank, this one too, through its ticket
-            call.error = error
+            interrupt = self._failed(call, rank, error)
+            tasks = ()
 
         if not tasks:
             self._finish(call)
-            return
+            return interrupt
 
         with self.presence.mutex:
             call.tasks, call.unfinished, call.running = tasks, len(tasks), True
             woken = _all_done(call)
 
         wake(woken)
-        self._help(call)
+        interrupt = self._help(call, rank)
         self._await_helpers(call, rank)
+        return interrupt
 
-    def _help(self, call: Call) -> None:
+    def _help(self, call: Call, rank: int) -> BaseException | None:
+        """Take tasks while there are any. What has interrupted this thread meanwhile."""
+        interrupt: BaseException | None = None
         done = 0
         while (number := next(call.next_task)) < len(call.tasks):
             try:
                 if call.error is None:
                     call.tasks[number]()
             except BaseException as error:
-                call.error = error
+                interrupt = self._failed(call, rank, error) or interrupt
 
             done += 1
 
@@ -254,6 +264,19 @@ class Joint:
 
         if over:
             self._finish(call)
+
+        return interrupt
+
+    def _failed(self, call: Call, rank: int, error: BaseException) -> BaseException | None:
+        """The work raised ``error`` in ``rank``'s thread. Returns it if it is this thread's alone, as of Ctrl-C: the
+        others are told of it."""
+        if isinstance(error, Exception):
+            call.error = error
+            return None
+
+        what = interruption(rank, call.what(rank), error)
+        call.error = AbortedError(f"{self.presence.label}: {what}")
+        return error
 
     def _finish(self, call: Call) -> None:
         with self.presence.mutex:
@@ -278,7 +301,11 @@ class Joint:
             waiter = Waiter(rank)
             call.waiters.append(waiter)
 
-        waiter.sleep(threading.TIMEOUT_MAX)
+        try:
+            waiter.sleep(threading.TIMEOUT_MAX)
+        except BaseException:  # Ctrl-C: they are at its tensors
+            waiter.sleep(threading.TIMEOUT_MAX)
+            raise
 
     def _retire(self, call: Call, rank: int, timeout: float) -> tuple[Failure, list[Waiter]]:
         """A rank gives up: nothing can be begun any more. Its error, and whom to wake. Under the mutex."""

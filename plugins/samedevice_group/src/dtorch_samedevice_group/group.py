@@ -49,7 +49,7 @@ from dtorch_samedevice_group.arguments import (
 from dtorch_samedevice_group.collectives import Collective
 from dtorch_samedevice_group.engine import Engine
 from dtorch_samedevice_group.monitored import monitored_barrier
-from dtorch_samedevice_group.options import Options, is_async
+from dtorch_samedevice_group.options import Options, is_async, is_waited_for
 from dtorch_samedevice_group.overlaps import Roles, as_one, guarded
 from dtorch_samedevice_group.repeats import Repeats
 from dtorch_samedevice_group.sparse import Parts, SparseWork, checked, is_sparse
@@ -101,7 +101,7 @@ def _collective(
         reading = None if named else repeats.read(name, args)
         if reading is not None and (known := self._repeats.get(reading[0])) is not None:
             note, outputs, work, cut, roles, whole, clear = known
-            _, tensors, timeout, aside = reading
+            _, tensors, timeout, aside, waited_for = reading
             result = tensors[:1] if whole else None
             at_risk = clear is not None and not clear(tensors)
             if cut is not None:
@@ -115,6 +115,8 @@ def _collective(
             posted = GroupWork(post(note, tensors, work), tensors[:outputs] if result is None else result, seconds)
             if self._coalesced is not None:
                 self._coalesced.append(posted)
+            elif waited_for:
+                posted.waited_in = self._store, note
 
             return posted
 
@@ -149,6 +151,8 @@ def _collective(
         posted = GroupWork(post(planned.note, tensors, planned.work), outcome, seconds)
         if self._coalesced is not None:
             self._coalesced.append(posted)
+        elif is_waited_for((*args, *named.values())):
+            posted.waited_in = self._store, planned.note
 
         return posted
 

@@ -86,6 +86,11 @@ def is_async(values: Iterable[Any]) -> bool:
     return any(can_be_async(type(value)) and value.asyncOp for value in values)  # type: ignore[arg-type]
 
 
+def is_waited_for(values: Iterable[Any]) -> bool:
+    """An options object says that its caller waits at once."""
+    return any(can_be_async(type(value)) and not value.asyncOp for value in values)  # type: ignore[arg-type]
+
+
 @cache
 def can_be_async(kind: type) -> bool:
     """It is a class of options that say so."""

@@ -26,8 +26,9 @@ Form = tuple[object, ...]
 """What a plan depends on: the method, each tensor's GPU, dtype, shape and strides, and the options but for the timeout
 and whether the call is async."""
 
-Reading = tuple[Form, list[Tensor], timedelta | None, bool]
-"""A call's form, its tensors in the order in which they were given, its timeout, and whether it is async on a GPU."""
+Reading = tuple[Form, list[Tensor], timedelta | None, bool, bool]
+"""A call's form, its tensors in the order in which they were given, its timeout, whether it is async on a GPU, and
+whether its caller says that it waits at once."""
 
 _STRIDED = torch.strided
 _MOST = 1000
@@ -55,7 +56,7 @@ class Repeats(dict[Form, Known]):
 
     def learn(self, reading: Reading, plan: Plan) -> None:
         """Keep a plan that has passed all checks, if its tensors are those of the call, or can be cut from them."""
-        form, tensors, _, _ = reading
+        form, tensors, *_ = reading
         if plan.cut is None and not (
             _same(tensors, plan.tensors) and _same(tensors[: len(plan.written)], plan.written)
         ):
@@ -77,7 +78,7 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
     """Read a call; None if there is anything out of the ordinary about it."""
     form: list[object] = [method]
     tensors: list[Tensor] = []
-    timeout, on_gpu, aside = None, False, False
+    timeout, on_gpu, aside, waited_for = None, False, False, False
     for arg in args:
         if type(arg) is Tensor:
             arg = [arg]
@@ -124,14 +125,17 @@ def read(method: str, args: Sequence[object]) -> Reading | None:
             if has_root:
                 form.append(options.rootRank)
 
-            aside = on_gpu and may_be_async and options.asyncOp
+            if may_be_async:
+                waited_for = not options.asyncOp
+                aside = on_gpu and not waited_for
+
             timeout = options.timeout
             if timeout.days < 0:  # stands for none
                 timeout = None
         else:
             return None
 
-    return tuple(form), tensors, timeout, aside
+    return tuple(form), tensors, timeout, aside, waited_for
 
 
 @cache

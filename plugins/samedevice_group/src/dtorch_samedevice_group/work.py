@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import CollectiveMismatchError, StoreTimeoutError, streams
+from dtorch_core import CollectiveMismatchError, DtorchError, StoreTimeoutError, TensorStore, streams
 from dtorch_core._copies import copy_into
 from dtorch_core._futures import settle_after
 from dtorch_core._shapes import describe
+from dtorch_core._text import interruption
 from dtorch_core.joint import Ticket
 from dtorch_core.mail import Receipt
 from dtorch_samedevice_group.arguments import plain
@@ -154,6 +156,9 @@ class _Failed:
 class GroupWork(Waited):
     """Waits for a ticket."""
 
+    waited_in: tuple[TensorStore, str] | None = None
+    """The call's store and note, if its caller waits at once, and drops this."""
+
     def __init__(self, ticket: Ticket, outputs: list[Tensor], timeout: float) -> None:
         _init(self)  # as Waited does: small collectives cost what Python costs
         self._ticket = ticket
@@ -165,8 +170,20 @@ class GroupWork(Waited):
             self._ticket.wait(self._timeout if timeout is None else seconds_of(timeout, self._timeout))
         except StoreTimeoutError as error:
             raise StoreTimeoutError(f"{error} (the timeout of this call)") from None  # a word that programs look for
+        except BaseException as error:
+            if self.waited_in is not None and not isinstance(error, DtorchError) and not self._ticket.done():
+                self._give_up(*self.waited_in, error)
+
+            raise
 
         return True
+
+    def _give_up(self, store: TensorStore, note: str, error: BaseException) -> None:
+        """A signal's handler, as of Ctrl-C, takes the caller out of a call that it can't wait for again: its peers are
+        woken. Its tensors are its own when this returns."""
+        store.abort(interruption(store.rank, note.partition("\n")[0], error))
+        with suppress(Exception):
+            self._ticket.wait(self._timeout)  # for what is being done with them
 
     def include_earlier(self, aside: Sequence[Ticket]) -> None:
         """It is over no sooner than what this rank has begun before. Called by whoever has posted it, at once.
