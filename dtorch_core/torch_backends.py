@@ -61,11 +61,12 @@ def _register(name: str) -> None:
 
 def _opened(name: str, opts: Any) -> dist.ProcessGroup:  # noqa: ANN401
     """c10d's creator: the ranks meet through the store that it brings."""
-    from dtorch_core import _torch_kernels
+    from dtorch_core import _sharded_tensors, _torch_kernels
     from dtorch_core._extras import companion
     from dtorch_core._opening import open_backend
 
     _torch_kernels.serve(DEVICES)
+    _sharded_tensors.adapt()
     _reach(opts.store, opts.group_id)
     chosen = open_backend(
         "group",
