@@ -149,9 +149,9 @@ class Presence:
     def lost(self, rank: int, gone: Iterable[int], what: str) -> Failure:
         """The failure of a wait that ranks which closed their handles could have satisfied."""
         ranks = list(gone)
-        if self.died:  # its goodbye came before everybody knew of its death; or that of who left because of it
-            ended = self.ended(rank, what)
-            assert ended is not None, "a rank has died"
+        # A goodbye that came before everybody knew of the death or the abort; or that of who left because of it.
+        ended = self.ended(rank, what)
+        if ended is not None:
             return ended
 
         # What ends a process without a goodbye is told in other words; what says one may still be an exit code.
