@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from dtorch_file_store.node import Node
 from dtorch_file_store.publications import Name, Publication, Table
 from dtorch_file_store.shares import Shares
 from dtorch_file_store.waiting import Waiter
+
+Part = tuple[int, int, bool]
+"""What a rank has taken: its name, and whether the rank has finished."""
 
 Estate = tuple[int, int, list[int], list[int], bool]
 """What an arbiter knows of a publication: its name, who has taken and finished it, and whether it is contested."""
@@ -22,9 +25,9 @@ class Heirs:
         self._table = table
         self._shares = shares
 
-    def borrows_of(self, rank: int) -> list[Name]:
-        """What a rank that leaves has taken and not finished."""
-        return [found.name for found in self._table if rank in found.borrowers]
+    def parts_of(self, rank: int) -> list[Part]:
+        """What a rank that leaves has taken. That it has finished it may have told an arbiter that has left itself."""
+        return [(*found.name, rank in found.finished) for found in self._table if rank in found.takers]
 
     def estate_of(self) -> list[Estate]:
         """What this node knows of what it decides about, for the next arbiter."""
@@ -34,15 +37,19 @@ class Heirs:
             if self._table.decides(found) and found.value is not None
         ]
 
-    def rank_left(self, rank: int, borrows: Iterable[Name], estate: Iterable[Estate]) -> list[Waiter]:
+    def rank_left(self, rank: int, parts: Iterable[Part], estate: Iterable[Estate]) -> list[Waiter]:
         """A rank has said goodbye: who waits for what it borrowed learns it, and its keys get another arbiter."""
-        for name in borrows:
-            borrowed = self._table.named(*name)
-            if borrowed is not None:
-                borrowed.takers.add(rank)
+        # Also what this node has no use for yet. It may be the next arbiter, and hear of an earlier one's goodbye later
+        # than of this one's.
+        grown = {
+            (owner, number)
+            for owner, number, finished in parts
+            if self._learn((owner, number), [rank], [rank] if finished else [])
+        }
+        for owner, number, takers, finished, contested in estate:
+            self._learn((owner, number), takers, finished, contested)
 
         woken: list[Waiter] = []
-        known = {(owner, number): (takers, finished, contest) for owner, number, takers, finished, contest in estate}
         for publication in self._table:
             if publication.owner not in self._presence.closed:
                 continue
@@ -52,23 +59,30 @@ class Heirs:
                 self._table.free(publication)  # finished, and nobody will wait for it
                 continue
 
-            if self._table.arbiter(publication, leaving=rank) == self._table.arbiter(publication):
-                continue
-
-            woken += self._inherit(publication, *known.get(publication.name, ((), (), False)))
+            if self._table.arbiter(publication, leaving=rank) != self._table.arbiter(publication):
+                woken += self._inherit(publication)
+            elif publication.name in grown and self._table.decides(publication):
+                woken += self._shares.given_back(publication, None)
 
         return woken
 
-    def _inherit(
-        self, publication: Publication, takers: Iterable[int], finished: Iterable[int], contested: bool
-    ) -> list[Waiter]:
-        """Its producer, or the arbiter after that, has left; that one knew the rest."""
+    def _learn(self, name: Name, takers: Collection[int], finished: Collection[int], contested: bool = False) -> bool:
+        """Whether somebody has finished of whom this node did not know it."""
+        publication = self._table.named(*name)
+        if publication is None:
+            return False
+
+        grows = not publication.finished.issuperset(finished)
+        publication.takers.update(takers)
+        publication.finished.update(finished)
+        publication.contested = publication.contested or contested
+        return grows
+
+    def _inherit(self, publication: Publication) -> list[Waiter]:
+        """Its producer, or the arbiter after that, has left."""
         arbiter = self._table.arbiter(publication)
         publication.asked.clear()
         if arbiter == self._node.index:
-            publication.takers.update(takers)
-            publication.finished.update(finished)
-            publication.contested = publication.contested or contested
             return self._shares.inherit(publication)
 
         if arbiter is not None:

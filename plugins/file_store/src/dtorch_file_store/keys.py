@@ -53,6 +53,8 @@ class Keys:
         self._questions: dict[Name, list[Waiter]] = {}
         """Who has asked whether a publication is live."""
         self._early: list[tuple[int, Message]] = []
+        self._ahead: dict[Name, list[tuple[int, Message]]] = {}
+        """What others say about a publication of which its producer's node has not told this one yet."""
         handlers: Mapping[str, Handler] = {
             "set": self._on_set,
             "free": self._on_free,
@@ -80,6 +82,7 @@ class Keys:
                     self._numbers[owner] = number = self._numbers[owner] + 1
                     publication = self._publication((owner, number), key, get_count, value)
                     publication.outlet = value if value.settles else None
+                    table.told(owner, number)
                     table.add(publication)
                     if node.links:
                         described = value.describe()
@@ -244,7 +247,12 @@ class Keys:
     def _handle(self, handler: Handler, peer: int, message: Message) -> Iterable[Waiter]:
         epoch = message.fields[0]
         if epoch == self._table.epoch:
-            return handler(peer, message)
+            _, owner, number, *_ = message.fields
+            if message.kind == "set" or self._table.is_told(owner, number):
+                return handler(peer, message)
+
+            self._ahead.setdefault((owner, number), []).append((peer, message))
+            return ()
 
         if epoch > self._table.epoch:
             self._early.append((peer, message))  # its node has passed a reset that this one has yet to hear of
@@ -252,13 +260,22 @@ class Keys:
         return ()  # of an older one: about keys that are gone. Who asked knows, or will soon
 
     def _on_set(self, peer: int, message: Message) -> Iterable[Waiter]:
+        _, owner, number, *_ = message.fields
+        self._table.told(owner, number)
+        woken = self._set(message)
+        for other, ahead in self._ahead.pop((owner, number), ()):
+            woken += self._node.handlers[ahead.kind](other, ahead)
+
+        return woken
+
+    def _set(self, message: Message) -> list[Waiter]:
         _, owner, number, key, get_count, described = message.fields
         woken: list[Waiter] = []
         own = next((found for found in self._table.of_key(key) if found.owner in self._table.own_ranks), None)
         if own is not None and self._table.decides(own):
             # Two ranks set it at the same time. Every node decides alike: the lower rank's counts.
             if own.owner < owner:
-                return ()
+                return []
 
             void = self._refusals.overruled(own, by=owner)
             own.void = void
@@ -276,10 +293,15 @@ class Keys:
     def _on_free(self, peer: int, message: Message) -> Iterable[Waiter]:
         _, owner, number = message.fields
         publication = self._table.named(owner, number)
-        if publication is not None and not publication.borrowers & self._table.own_ranks:
+        if publication is None:
+            return ()
+
+        if publication.borrowers & self._table.own_ranks:
+            publication.refused.update(self._table.own_ranks)  # it was overruled, and nobody grants a share of it
+        else:
             self._table.forget(publication)
 
-        return ()
+        return self._shares.give_up_on(publication.key)
 
     def _on_live_asked(self, peer: int, message: Message) -> Iterable[Waiter]:
         _, owner, number = message.fields
@@ -290,14 +312,16 @@ class Keys:
     def _on_live(self, peer: int, message: Message) -> Iterable[Waiter]:
         _, owner, number, live = message.fields
         publication = None if live else self._table.named(owner, number)
+        failed: list[Waiter] = []
         if publication is not None:
             self._table.forget(publication)
+            failed = self._shares.give_up_on(publication.key)
 
         waiters = [waiter for waiter in self._questions.pop((owner, number), ()) if not waiter.settled]
         for waiter in waiters:
             waiter.done, waiter.result = True, live
 
-        return waiters
+        return failed + waiters
 
     def lent(self) -> list[Value]:
         """What this node's ranks have published, and not all have finished. Under the mutex."""
@@ -308,6 +332,7 @@ class Keys:
     def drop(self) -> list[Publication]:
         """Forget every key, of all ranks. What is returned holds tensors, to be let go outside the mutex."""
         self._overruled.clear()
+        self._ahead.clear()
         dropped = self._table.drop()
         own = self._table.own_ranks
         self._orphans.update((rank, found.key) for found in dropped for rank in found.borrowers & own)

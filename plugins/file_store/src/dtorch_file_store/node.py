@@ -321,4 +321,4 @@ class Node:
         for link in self.links.values():
             link.close(0.0)  # nor is there anybody who would let go of its locks
 
-        self._watch.close()
+        self._watch.forget_fork()

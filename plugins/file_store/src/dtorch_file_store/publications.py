@@ -56,7 +56,7 @@ class Publication:
         self.contested = contested
         """A share has to be granted."""
         self.takers: set[int] = set()
-        """Ranks that have a share: all of them at the arbiter, this node's elsewhere."""
+        """Ranks that have a share: all of them at the arbiter; elsewhere this node's, and others that it knows of."""
         self.finished: set[int] = set()
         """The same for those that have given it back."""
         self.marks: list[Any] = []
@@ -92,6 +92,7 @@ class Table:
         self._node = node
         self._live: dict[str, list[Publication]] = {}
         self._names: dict[Name, Publication] = {}
+        self._newest: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Publication]:
         return iter(list(self._names.values()))
@@ -115,6 +116,14 @@ class Table:
                 return publication
 
         return None
+
+    def is_told(self, owner: int, number: int) -> bool:
+        """Its producer's node has told it to this one; it need not be here any more."""
+        return number <= self._newest.get(owner, 0)
+
+    def told(self, owner: int, number: int) -> None:
+        """From now on that is so. Producers number what they set."""
+        self._newest[owner] = number
 
     def add(self, publication: Publication) -> None:
         """It is live."""
@@ -168,11 +177,16 @@ class Table:
 
         :param leaving: this rank counts as being here.
         """
-        closed, homes = self._node.presence.closed, self._node.homes
-        if publication.owner not in closed or publication.owner == leaving:
-            return homes[publication.owner]
+        rank = self.decider(publication, leaving)
+        return None if rank is None else self._node.homes[rank]
 
-        return next((home for rank, home in enumerate(homes) if rank not in closed or rank == leaving), None)
+    def decider(self, publication: Publication, leaving: int | None = None) -> int | None:
+        """The rank at whose node that is: its producer, or else the first one that is here."""
+        closed = self._node.presence.closed
+        if publication.owner not in closed or publication.owner == leaving:
+            return publication.owner
+
+        return next((rank for rank in range(len(self._node.homes)) if rank not in closed or rank == leaving), None)
 
     def decides(self, publication: Publication) -> bool:
         """Whether this node is the arbiter."""

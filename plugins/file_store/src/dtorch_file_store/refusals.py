@@ -32,22 +32,21 @@ class Refusals:
             return None
 
         rank = waiter.rank
+        if self._promised(key, rank):
+            return None  # whoever decides about it answers, also for those who have left, and from inside reset()
+
         what = f"dest_get({key!r})"
         common = self._presence.over(rank, what)
         others = self._presence.others(rank)
-        if common is not None:
-            # A share of what is set here can still be granted.
-            return None if self._promised(key, rank) else common
-
-        if not others:
-            return None
+        if common is not None or not others:
+            return common
 
         if others <= self._presence.closed:
             return self._presence.lost(rank, sorted(others), what)
 
         if others <= self._presence.closed | set(self._resetting()):
             text = f"{self._presence.me(rank)}, {what}: every other rank is in reset(), so nobody can set the key"
-            return lambda: AbortedError(text)
+            return self._presence.ended(rank, what) or (lambda: AbortedError(text))
 
         return None
 
@@ -57,11 +56,15 @@ class Refusals:
             publication.contested
             and publication.value is not None
             and rank not in publication.takers | publication.refused
-            and publication.owner not in self._presence.died
-            and self._table.arbiter(publication) is not None
+            and self._answers(publication)
             and (bool(publication.awaited) or not self._table.decides(publication))
             for publication in self._table.of_key(key)
         )
+
+    def _answers(self, publication: Publication) -> bool:
+        """Neither its producer has died, nor the rank at whose node it is decided now."""
+        decider, died = self._table.decider(publication), self._presence.died
+        return decider is not None and decider not in died and publication.owner not in died
 
     def no_finish(self, publication: Publication, waiter: Waiter) -> Failure | None:
         """Why a producer's wait can't end well; None while it can."""

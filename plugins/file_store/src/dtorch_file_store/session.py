@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -67,6 +68,11 @@ class Session:
                 f"forked from it; start processes by spawn, and open it there"
             )
 
+    def check_open(self, rank: int) -> None:
+        """:raises AbortedError: if the rank has closed its handle."""
+        with self.node.mutex:
+            self.presence.check_open(rank)
+
     # Gates
 
     def barrier(self, rank: int, timeout: float) -> None:
@@ -101,9 +107,9 @@ class Session:
             if rank in self.presence.closed:
                 return
 
-            estate, borrows = self.keys.heirs.estate_of(), self.keys.heirs.borrows_of(rank)
-            self.node.tell_all(frame("goodbye", rank, borrows, estate))
-            woken = self._left(rank, borrows, estate)
+            estate, parts = self.keys.heirs.estate_of(), self.keys.heirs.parts_of(rank)
+            self.node.tell_all(frame("goodbye", rank, parts, estate))
+            woken = self._left(rank, parts, estate)
             reason = f"{self.presence.me(rank)}: it was closed"
             woken += self._end_waits_of(rank, reason, self._barrier, self._reset)
             last = self.presence.closed.issuperset(self.node.own_ranks)
@@ -248,9 +254,9 @@ class Session:
         self._said_all.add(peer)
         return self._end()
 
-    def _left(self, rank: int, borrows: Any, estate: Any) -> list[Waiter]:  # noqa: ANN401
+    def _left(self, rank: int, parts: Any, estate: Any) -> list[Waiter]:  # noqa: ANN401
         self.presence.leave(rank)
-        return self.keys.heirs.rank_left(rank, borrows, estate) + self._give_up()
+        return self.keys.heirs.rank_left(rank, parts, estate) + self._give_up()
 
     def _node_gone(self, node: int) -> list[Waiter]:
         self.gpu.node_gone(node)
@@ -268,8 +274,10 @@ class Session:
             if self._silent() and not self.presence.closed.issuperset(self.node.own_ranks):
                 timer = threading.Timer(SETTLING, self._end_now)
                 timer.name, timer.daemon = f"{self.presence.label} ends", True
-                timer.start()
-                self._timer = timer
+                # There may be no room for a thread. Then a survivor that is stopped is waited for.
+                with contextlib.suppress(RuntimeError):
+                    timer.start()
+                    self._timer = timer
 
         return self._end_if_all_is_said()
 

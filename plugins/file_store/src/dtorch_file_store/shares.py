@@ -63,6 +63,15 @@ class Shares:
             for waiter in settle(getters, partial(self._refusals.no_get, key))
         ]
 
+    def give_up_on(self, key: str) -> list[Waiter]:
+        """Something of the key is gone: fail the waits that had nothing else to wait for."""
+        waiting = self._getters.get(key)
+        if not waiting:
+            return []
+
+        late = settle(waiting, self._refusals.timed_out(key))
+        return late + settle(waiting, partial(self._refusals.no_get, key))
+
     # Taking one, and giving it back
 
     def take(self, publication: Publication, rank: int) -> bool:
@@ -122,11 +131,13 @@ class Shares:
         if len(publication.finished) < publication.get_count:
             return []
 
-        woken = [waiter for waiter in publication.waiters if not waiter.settled]
-        for waiter in woken:
+        publication.awaited.clear()  # all is known
+        woken = self._answer_all(publication)
+        waiting = [waiter for waiter in publication.waiters if not waiter.settled]
+        for waiter in waiting:
             waiter.done = True
 
-        if woken:
+        if waiting:
             self._table.free(publication)  # its producer waits already: the thread it wakes has nothing left to do
         elif publication.owner in self._node.presence.closed:
             self._table.abandon(publication)  # it never will
@@ -134,7 +145,7 @@ class Shares:
         else:
             self._table.let_go(publication)
 
-        return woken
+        return woken + waiting
 
     def node_gone(self, node: int) -> list[Waiter]:
         """A node has nothing more to say."""
@@ -221,7 +232,11 @@ class Shares:
     def _on_claim(self, peer: int, message: Message) -> Iterable[Waiter]:
         _, owner, number, rank = message.fields
         publication = self._table.named(owner, number)
-        return self._answer(publication, rank, peer) if publication is not None else ()
+        if publication is None:  # who asks has yet to hear that it is free: that may be told late, but not now
+            self._node.tell(peer, frame("free", self._table.epoch, owner, number))
+            return ()
+
+        return self._answer(publication, rank, peer)
 
     def _on_finish(self, peer: int, message: Message) -> Iterable[Waiter]:
         _, owner, number, rank, mark = message.fields

@@ -101,8 +101,10 @@ class Watch:
             dying -= ready(dying, deadline - time.monotonic())
 
     def kick(self) -> None:
-        """Make whoever waits look up."""
-        os.eventfd_write(self._kick, 1)
+        """Make whoever waits look up. Nobody does once this is closed, and the descriptor may be another file's."""
+        with self._lock:
+            if self._kick >= 0:
+                os.eventfd_write(self._kick, 1)
 
     def wait(self, seconds: float | None) -> Iterator[Event]:
         """Wait until something has happened, or the time is over, and tell what."""
@@ -151,6 +153,12 @@ class Watch:
 
         self._processes.clear()
         self._epoll.close()
-        if self._kick >= 0:
-            os.close(self._kick)
-            self._kick = -1
+        with self._lock:
+            if self._kick >= 0:
+                os.close(self._kick)
+                self._kick = -1
+
+    def forget_fork(self) -> None:
+        """In a forked child: another thread of the parent may have had the lock."""
+        self._lock = threading.Lock()
+        self.close()
