@@ -6,17 +6,19 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from dtorch_file_store import opening
+from dtorch_file_store import directory, opening, places
 
 from dtorch_core import DtorchError, PeerLostError
 from dtorch_core._text import root_cause
 from dtorch_core.testing import run_ranks
+from dtorch_core.testing._held import Held, left_behind
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
@@ -70,6 +72,58 @@ class TestOpening:
 
         monkeypatch.setattr(socket, "socket", make)
         assert max(run_ranks(rank, 3, 2 * LIMIT)) < LIMIT / 2
+
+
+    def test_no_thread_can_be_started(self, monkeypatch):
+        """No room for its stack, or too many: that is said, on every rank, and nothing is left."""
+        start = threading.Thread.start
+
+        def starts(thread):
+            if thread.name.endswith(" reader") and threading.current_thread().name == "rank 1":
+                raise RuntimeError("can't start new thread")
+
+            start(thread)
+
+        def rank(ctx):
+            with pytest.raises(DtorchError, match="rank 1.*no thread can be started; raise .*ulimit -u"):
+                ctx.open_store("own", backend="file", timeout=LIMIT)
+
+        run_ranks(lambda ctx: ctx.open_store("first", backend="file", timeout=LIMIT).close(), 3, 2 * LIMIT)
+        before = Held.now()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", starts)
+            run_ranks(rank, 3, 2 * LIMIT)
+
+        assert left_behind(before, LIMIT) == []
+
+    def test_ranks_that_keep_sessions_in_different_folders(self, monkeypatch):
+        """Each of them says which rank uses which, and what to set; nothing is left in any."""
+        with tempfile.TemporaryDirectory(prefix="dt") as folder:
+            places = {f"rank {rank}": os.path.join(folder, "ab"[rank == 1]) for rank in range(3)}
+            monkeypatch.setattr(directory, "place_for_new", lambda: places[threading.current_thread().name])
+
+            def rank(ctx):
+                with pytest.raises(DtorchError) as raised:
+                    ctx.open_store("own", backend="file", timeout=LIMIT)
+
+                assert f"rank {ctx.rank}: the ranks can't meet" in str(raised.value)
+                for said in (f"{folder}/a (rank 0, rank 2)", f"{folder}/b (rank 1)", "set DTORCH_SESSION_DIR to one"):
+                    assert said in str(raised.value)
+
+            run_ranks(rank, 3, 2 * LIMIT)
+            assert os.listdir(f"{folder}/a") == os.listdir(f"{folder}/b") == []
+
+
+class TestPlaces:
+    def test_one_folder_by_two_names(self, tmp_path):
+        (tmp_path / "other").symlink_to(tmp_path)
+        places.check_same("store 's', rank 0", [places.described(tmp_path), places.described(tmp_path / "other")])
+
+    def test_two_folders_of_one_name(self, tmp_path):
+        """As of containers."""
+        here, there = places.described(str(tmp_path)), {**places.described(str(tmp_path)), "place": "7:7"}
+        with pytest.raises(DtorchError, match=r"\(rank 0\) and .* \(rank 1, rank 2\), which are not one folder"):
+            places.check_same("store 's', rank 0", [here, there, there])
 
 
 class TestMeeting:

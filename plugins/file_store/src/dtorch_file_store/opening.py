@@ -19,6 +19,7 @@ from dtorch_core._text import rank_list, seconds
 from dtorch_file_store.directory import SessionDirectory
 from dtorch_file_store.link import Link, ready
 from dtorch_file_store.node import Node
+from dtorch_file_store.places import check_same, described
 from dtorch_file_store.session import Session
 from dtorch_file_store.wire import frame
 
@@ -32,6 +33,12 @@ HELLO = 5.0
 
 TELLING = 1.0
 """Seconds that a node which does not listen any more has to say why."""
+
+HINTS = {
+    errno.EMFILE: "; raise the limit (ulimit -n)",
+    errno.EAGAIN: "; raise the limit of threads or of memory (ulimit -u, ulimit -v)",
+}
+"""The way out, by error number."""
 
 _lock = threading.Lock()
 _joined: dict[tuple[str, int], tuple[_Meeting, int]] = {}
@@ -68,7 +75,7 @@ def join(ctx: BackendContext) -> Session:
 
         meeting.wait(meeting.listening)
         if max(homes) > 0:
-            ctx.exchange({})  # all listen
+            check_same(f"{ctx.label}, rank {ctx.rank}", ctx.exchange(meeting.place))  # all listen
 
         if first:
             meeting.connect()
@@ -93,6 +100,8 @@ class _Meeting:
         self._deadline = time.monotonic() + ctx.timeout
         self._nodes = max(homes) + 1
         self._directory: SessionDirectory | None = None
+        self.place: dict[str, str] = {}
+        """The folder in which this node listens, for :func:`check_same`."""
         self._listener: socket.socket | None = None
         self._awaited = False
         """Other nodes may wait for its connection."""
@@ -114,6 +123,7 @@ class _Meeting:
             }
             self._directory = SessionDirectory(self._token, self._index, about)
             with self._said("can't listen for other processes"):
+                self.place = described(self._directory.base)
                 self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._listener.bind(self._directory.socket_path(self._index))
                 self._listener.listen(self._nodes)
@@ -156,7 +166,7 @@ class _Meeting:
         except DtorchError:
             raise
         except OSError as error:
-            hint = "; raise the limit (ulimit -n)" if error.errno == errno.EMFILE else ""
+            hint = HINTS.get(error.errno or 0, "")
             # Without its cause, which is all that the others would be told.
             raise DtorchError(
                 f"{self._ctx.label}, rank {self._ctx.rank}: {what}: {error.strerror or error}{hint}"

@@ -6,8 +6,9 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+from dtorch_core._text import rank_list
 from dtorch_core.errors import DtorchError
 
 VARIABLE = "DTORCH_SESSION_DIR"
@@ -58,6 +59,29 @@ def check_own(path: str) -> None:
             f"others may write to the folder for sessions, {path} (mode {stat.S_IMODE(found.st_mode):o}): "
             f"chmod 700 it, or set {VARIABLE} to another place"
         )
+
+
+def described(path: str) -> dict[str, str]:
+    """Tells a folder from every other one of this machine: one name is not always one folder, nor the other way."""
+    found = os.stat(path)
+    return {"folder": path, "place": f"{found.st_dev}:{found.st_ino}"}
+
+
+def check_same(who: str, described: Sequence[Mapping[str, str]]) -> None:
+    """:raises DtorchError: if the folders that the ranks have described, in rank order, are not the same one."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, said in enumerate(described):
+        ranks.setdefault((said["place"], said["folder"]), []).append(rank)
+
+    if len({place for place, _ in ranks}) == 1:
+        return
+
+    where = " and ".join(f"{folder} ({rank_list(here)})" for (_, folder), here in ranks.items())
+    alike = ", which are not one folder, though their names are alike" if len({name for _, name in ranks}) == 1 else ""
+    raise DtorchError(
+        f"{who}: the ranks can't meet, since their folders for sessions are {where}{alike}: set {VARIABLE} to one "
+        f"folder for all ranks"
+    )
 
 
 @contextlib.contextmanager

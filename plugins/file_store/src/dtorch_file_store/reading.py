@@ -7,6 +7,7 @@ waited for a moment.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -53,10 +54,18 @@ class Reading:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """There is somebody to hear."""
+        """There is somebody to hear.
+
+        :raises OSError: if no thread can be started.
+        """
         name = f"{self._presence.label} reader"
-        self._thread = threading.Thread(target=self._read_for_nobody, name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._read_for_nobody, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # which has the system's reason no more
+            raise OSError(errno.EAGAIN, "no thread can be started") from None
+
+        self._thread = thread
 
     @property
     def here(self) -> bool:
