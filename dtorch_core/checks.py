@@ -21,6 +21,13 @@ _MOST = 1 << 20
 _SILENT = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a class that has nothing to say in calls, as Parameter."""
 
+_QUANTIZED = frozenset(
+    value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and name.startswith(("qint", "quint"))
+)
+"""What a view can make of plain integers: torch copies no such tensor, whether it is quantized or not."""
+
 T = TypeVar("T")
 
 LONGEST = 1e8
@@ -61,7 +68,7 @@ def check_empty(call: str, size: Sequence[int], dtype: torch.dtype) -> tuple[int
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{call}: dtype must be a torch.dtype, not {dtype!r}")
 
-    if str(dtype).startswith("torch.q"):
+    if dtype in _QUANTIZED:
         raise UnsupportedTensorError(f"{call}: a quantized tensor can't be carried; pass its integers and parameters")
 
     try:
@@ -134,6 +141,12 @@ def check_tensor(call: str, tensor: Tensor) -> None:
     if tensor.is_quantized:
         raise UnsupportedTensorError(f"{call}: a quantized tensor can't be carried; pass int_repr() and its parameters")
 
+    if tensor.dtype in _QUANTIZED:
+        raise UnsupportedTensorError(
+            f"{call}: a tensor of dtype {tensor.dtype} can't be carried; pass its integers, by view() of an integer "
+            f"dtype of that size"
+        )
+
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise UnsupportedTensorError(f"{call}: a {layout} tensor can't be carried; pass its dense parts")
@@ -202,7 +215,7 @@ def _ordinary(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
-        and not tensor.is_quantized
+        and tensor.dtype not in _QUANTIZED
         and not tensor.is_nested
         and (tensor.is_cpu or tensor.is_cuda)
     )

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from dtorch_core import StoreTimeoutError
+from dtorch_core import AbortedError, StoreTimeoutError, UnsupportedTensorError, use_backend
 from dtorch_core.testing import run_ranks
 
 LIMIT = 15.0
@@ -44,6 +44,53 @@ def test_who_gave_up_a_moment_earlier_is_not_missing(backend, gate):
     assert "rank 1, rank 2, rank 3 had not come after 0.05 s" in said[0]
     assert said[1].endswith(f"{gate}(): rank 2, rank 3 had not come after 0.05 s")
     assert said[2].endswith(f"{gate}(): rank 3 had not come after 0.05 s")
+
+
+@pytest.mark.parametrize("nodes", ["apart", "together"])
+def test_closed_store_gives_no_memory(backend, nodes, monkeypatch):
+    """As every other call of it; also where other ranks of the process have it open."""
+    if nodes == "together":
+        monkeypatch.setattr("dtorch_file_store.opening.homes_of", lambda topology: [0] * len(topology))
+
+    def body(ctx):
+        store = ctx.open_store("own", backend=backend, timeout=LIMIT)
+        store.barrier()
+        if store.rank == 0:
+            store.close()
+            calls = [lambda: store.empty((2,), dtype=torch.float32), lambda: store.src_set("k", torch.ones(2), 1)]
+            for call in calls:
+                with pytest.raises(AbortedError, match=r"^store 'own', rank 0: it is closed; open it anew$"):
+                    call()
+
+            closed.set()
+        else:
+            assert closed.wait(LIMIT)
+            assert store.empty((2,), dtype=torch.float32).shape == (2,)
+            store.close()
+
+    closed = threading.Event()
+    run_ranks(body, 2, 2 * LIMIT)
+
+
+@pytest.mark.parametrize("name", ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"])
+def test_integers_viewed_as_quantized_are_refused_by_name(backend, name):
+    """No quantized tensor: torch can't copy it all the same."""
+    viewed = torch.arange(8, dtype=torch.int32 if name == "qint32" else torch.uint8).view(getattr(torch, name))
+    assert not viewed.is_quantized
+
+    def body(ctx):
+        with ctx.open_store("own", backend=backend, timeout=LIMIT) as store:
+            for writable in (False, True):
+                with pytest.raises(UnsupportedTensorError, match=rf"^src_set\('k'\): .* torch\.{name} .*view\(\)"):
+                    store.src_set("k", viewed, 1, writable=writable)
+
+            store.barrier()
+
+        with use_backend(store=backend), ctx.open_group("group", timeout=LIMIT) as group:
+            with pytest.raises(UnsupportedTensorError, match=rf"torch\.{name} .*view\(\)"):
+                group.broadcast(viewed, 0)
+
+    run_ranks(body, 2, 2 * LIMIT)
 
 
 def test_handle_collected_under_a_lock_that_a_callback_takes(backend):

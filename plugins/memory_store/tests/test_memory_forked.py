@@ -19,6 +19,7 @@ CALLS = {
     "src_set": lambda store: store.src_set("k", torch.ones(2), 1),
     "dest_get": lambda store: store.dest_get("there"),
     "barrier": lambda store: store.barrier(),
+    "empty": lambda store: store.empty((2,), dtype=torch.float32),
     "send": lambda store: store.send(torch.ones(2), 0, 0),
 }
 

@@ -120,6 +120,7 @@ class FileTensorStore(TensorStore):
         if self._session.node.forked:
             self._session.check(f"empty({sizes})")
 
+        self._session.check_open(self.rank)
         if where.type == "cpu" and self._shared:
             return self._session.arena.empty(sizes, dtype)
 

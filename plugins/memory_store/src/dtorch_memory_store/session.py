@@ -24,6 +24,11 @@ class Session:
         self.joint = Joint(self.presence)
         self.letters = Letters(self.presence, self.joint.over)
 
+    def check_open(self, rank: int) -> None:
+        """:raises AbortedError: if the rank has closed its handle."""
+        with self.presence.mutex:
+            self.presence.check_open(rank)
+
     def barrier(self, rank: int, timeout: float) -> None:
         """Wait for every rank."""
         self._barrier.pass_through(rank, timeout, opening=list, coming=list)

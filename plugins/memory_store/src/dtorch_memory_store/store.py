@@ -127,6 +127,7 @@ class MemoryTensorStore(TensorStore):
         call = f"{self.label}, empty"
         sizes = check_empty(call, size, dtype)
         where = self.device if device is None else check_device(call, device)
+        self._session.check_open(self.rank)
         return torch.empty(sizes, dtype=dtype, device=where)
 
     def close(self) -> None:
