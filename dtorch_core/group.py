@@ -38,7 +38,7 @@ from dtorch_core._text import not_copied
 from dtorch_core._topology import Topology
 from dtorch_core._work import Work
 from dtorch_core.checks import check_written, plain_tensor
-from dtorch_core.errors import PluginError, StoreTimeoutError
+from dtorch_core.errors import PluginError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -397,13 +397,10 @@ class ThreadGroup(GroupCalls):
         def message() -> Any:  # noqa: ANN401
             return received.result()[0] if out is None else out
 
-        work = Work(call, None, lambda _: (received, message), seconds, self.device, record)
-        if async_op:
-            return work
-
         try:
-            return work.result()
-        except StoreTimeoutError:
+            work = Work(call, None, lambda _: (received, message), seconds, self.device, record)
+            return work if async_op else work.result()
+        except BaseException:  # Ctrl-C, too: nobody waits for this receipt again
             received.cancel()
             raise
 

@@ -158,6 +158,29 @@ def test_wait_of_an_async_work_can_be_repeated(store, interrupt):
     assert with_peers(body, late) == [[2, 2, 2]]
 
 
+def test_interrupted_receive_takes_no_message(store, interrupt):
+    ready = threading.Event()
+
+    def sends(group):
+        assert ready.wait(LIMIT)
+        for number in range(2):
+            group.send(torch.arange(3) + number, 0)
+
+        group.barrier()
+
+    def body(group):
+        for receive in (lambda: group.recv(1), lambda: group.recv(1, out=torch.ones(3, dtype=torch.int64))):
+            with pytest.raises(interrupt):
+                interrupted()
+                receive()
+
+        ready.set()
+        assert [group.recv(1).tolist() for _ in range(2)] == [[0, 1, 2], [1, 2, 3]]
+        group.barrier()
+
+    with_peers(body, sends)
+
+
 def test_interrupted_rank_waits_for_what_is_done_with_its_tensors(interrupt, monkeypatch):
     """All have come, and another rank is at the work: the call goes well there, and is over when this one raises."""
     posted, at_it, go_on, raised = (threading.Event() for _ in range(4))
