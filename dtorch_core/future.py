@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import copy
+import os
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
@@ -42,6 +43,8 @@ class TensorFuture(Future[Tensor | None]):
     ``done()`` means that the value is there; on CUDA the work that writes it may still run. The result is read-only:
     other consumers see the same memory. A wait without ``timeout`` has no limit: the holder of the promise ends it, or
     the loss of that holder does. In a rank of :func:`dtorch_core.spawn` the end of the run ends every wait, too.
+
+    A process that is forked has a copy that nobody ends: what has not ended before the fork can't be waited for there.
     """
 
     selection: Selection
@@ -54,6 +57,7 @@ class TensorFuture(Future[Tensor | None]):
         super().__init__()
         self.label = label
         self.capabilities: frozenset[str] = CAPABILITIES["promise"]
+        self._pid = os.getpid()
         self._sleepers: dict[_Sleeper, None] = {}
         self._told = False
         self._traceback: TracebackType | None = None
@@ -68,6 +72,7 @@ class TensorFuture(Future[Tensor | None]):
         """Block until it has ended, in whatever way; False if that has not happened within ``timeout`` seconds.
 
         :raises AbortedError: if the run of the rank that waits was ended meanwhile.
+        :raises ProtocolError: in a process that was forked before it had ended; as every wait does.
         :raises TypeError: if ``timeout`` is no number of seconds.
         """
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float, NoneType)) or timeout != timeout:
@@ -76,6 +81,7 @@ class TensorFuture(Future[Tensor | None]):
         if self.done():
             return True
 
+        self._refuse_fork("a wait for the result")
         gate = threading.Lock()
         gate.acquire()
         sleeper = _Sleeper(gate.release)
@@ -128,6 +134,9 @@ class TensorFuture(Future[Tensor | None]):
 
     def cancel(self) -> bool:
         """End this future and tell the promise, whose result is then dropped; False if it has ended already."""
+        if not self.done():
+            self._refuse_fork("cancel()")
+
         if not super().cancel():
             return False
 
@@ -149,6 +158,7 @@ class TensorFuture(Future[Tensor | None]):
             )
 
         if not self.done():
+            self._refuse_fork("an await of the result")
             loop = asyncio.get_running_loop()
             # A loop future of this await's own: cancelling it, or leaving it behind, touches nobody else.
             arrived = loop.create_future()
@@ -215,6 +225,14 @@ class TensorFuture(Future[Tensor | None]):
 
         if self.done():
             sleeper.wake()
+
+    def _refuse_fork(self, call: str) -> None:
+        if os.getpid() != self._pid:
+            raise ProtocolError(
+                f"{call} of {self.label}: its future is in pid {self._pid}, and this is pid {os.getpid()}, forked from "
+                f"it: nobody ends the copy here. Make the promise in the process that waits, and hand it over by "
+                f"serialize()"
+            )
 
     def _unless_aborted(self, sleeper: _Sleeper) -> bool:
         if sleeper.reason is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import os
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
 
-from dtorch_core import BrokenPromiseError, StoreTimeoutError, TensorFuture
+from dtorch_core import BrokenPromiseError, ProtocolError, StoreTimeoutError, TensorFuture
 from dtorch_core.promise import Outcome
 from dtorch_core.testing import Background, asleep
 
@@ -154,3 +156,50 @@ class TestFuture:
             future.result(0.01)
 
         promise.set_result(None)
+
+
+async def awaited(future):
+    return await future
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda future: future.result(PATIENCE),
+        lambda future: future.exception(PATIENCE),
+        lambda future: future.wait(PATIENCE),
+        lambda future: asyncio.run(awaited(future)),
+        lambda future: future.cancel(),
+    ],
+    ids=["result", "exception", "wait", "await", "cancel"],
+)
+def test_forked_child_is_refused(call) -> None:
+    """Its copy is one that nobody ends. What has ended before is there."""
+    promise, future = pair()
+    over, ended = pair()
+    over.set_result(torch.arange(3))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "nothing was raised"
+        try:
+            said = f"{ended.result(0).tolist()}; "
+            call(future)
+        except ProtocolError as error:
+            said += str(error)
+        except BaseException as error:
+            said += repr(error)
+        finally:
+            os.write(writing, said.encode())
+            os._exit(0)
+
+    os.close(writing)
+    with open(reading, "rb") as line:
+        said = line.read().decode()
+
+    os.waitpid(child, 0)
+    assert said.startswith("[0, 1, 2]; ")
+    assert f"of {future.label}: its future is in pid {os.getpid()}, and this is pid {child}, forked from it" in said
+    promise.set_result(torch.ones(1))
+    assert future.result(PATIENCE).tolist() == [1]
