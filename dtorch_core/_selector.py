@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dtorch_core import _catalogue
 from dtorch_core._authority import Ask, asked_for
-from dtorch_core._discovery import guarded
+from dtorch_core._discovery import DISABLE, LOAD, guarded
 from dtorch_core._reasons import BackendSpec, Kind, Selection, State, Support, Verdict
 from dtorch_core._registry import Offer, Registry, registry
 from dtorch_core._text import describe_error, did_you_mean
@@ -79,9 +79,18 @@ def refusal(selection: Selection, ask: Ask | None) -> DtorchError:
         also = " A group of ranks that each have a GPU of their own needs none: nccl reaches them."
         lines.append(text + also if selection.kind == "group" else text)
     elif states == {"absent"}:
-        lines.append(_catalogue.install_hint(selection.kind))
+        lines.append(_kept_out(selection) or _catalogue.install_hint(selection.kind))
 
     return NoBackendError("\n".join(lines))
+
+
+def _kept_out(selection: Selection) -> str:
+    """What to do where the environment keeps out what is installed; "" where nothing is."""
+    names = ", ".join(verdict.name for verdict in selection.verdicts if verdict.version)
+    ways = {DISABLE: "take one out of", LOAD: "add one to"}
+    reasons = " ".join(verdict.why for verdict in selection.verdicts if verdict.version)
+    outs = " and ".join(f"unset {variable}, or {way} it" for variable, way in ways.items() if variable in reasons)
+    return f"Installed {selection.kind} backends are kept out by the environment ({names}): {outs}" if names else ""
 
 
 def _asked_refusal(selection: Selection, ask: Ask) -> DtorchError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 
 import pytest
@@ -427,6 +428,23 @@ class TestRefusal:
         refresh()
         with pytest.raises(NoBackendError, match=f"No {kind} backend is installed: {command}"):
             select(kind, THREADS)
+
+    @pytest.mark.parametrize(
+        ("variable", "value", "way"),
+        [
+            ("DTORCH_LOAD_PLUGINS", "", "add one to it"),
+            ("DTORCH_DISABLE_PLUGINS", "dtorch-memory-store,dtorch-file-store", "take one out of it"),
+        ],
+    )
+    def test_names_the_variable_that_keeps_out_what_is_installed(self, site, variable, value, way):
+        pytest.importorskip("dtorch_memory_store")
+        site.env(variable, value)
+        refresh()
+        with pytest.raises(NoBackendError) as caught:
+            select("store", THREADS)
+
+        last = str(caught.value).splitlines()[-1]
+        assert re.fullmatch(rf"Installed store .*environment \(.*memory\): unset {variable}, or {way}", last)
 
     @pytest.mark.parametrize("kind", ["store", "promise", "group"])
     def test_several_hosts_name_what_is_reserved(self, site, kind):
