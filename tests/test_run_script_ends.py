@@ -1,5 +1,6 @@
 """dtorch run: what the ranks print, and how it ends when one of them fails."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,54 @@ class TestFailure:
     )
     def test_exit_status_is_the_scripts(self, run, code, status):
         assert run(f"sys.exit({code})")[0] == status
+
+    @pytest.mark.parametrize("ranks_as", ["threads", "processes"])
+    @pytest.mark.parametrize(
+        ("code", "lines", "status"),
+        [
+            ("7", [], 7),
+            ("'two\\nlines'", ["[rank 1] two", "[rank 1] lines"], 1),
+            ("2.5", ["[rank 1] 2.5"], 1),
+            ("-1", [], 255),
+        ],
+    )
+    def test_exit_is_told_as_python_does(self, run, ranks_as, code, lines, status):
+        """Without a traceback."""
+        got, out, err = run(f"if rank == 1: sys.exit({code})", "--ranks-as", ranks_as)
+        assert (got, out) == (status, [])
+        assert err == [*lines, f"dtorch run: rank 1 of 2 ended with exit status {status}"]
+
+    def test_exit_says_who_did_not_return(self, run):
+        body = """
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 0:
+            sys.exit(3)
+
+        time.sleep(60)
+        """
+        status, _, err = run(body, "--ranks-as", "processes")
+        assert status == 3
+        assert re.fullmatch(
+            r"dtorch run: rank 0 of 2 ended with exit status 3; rank 1 did not return within 1 s, so its process was "
+            r"ended \(pid \d+\)",
+            err[-1],
+        )
+
+    @pytest.mark.parametrize(("code", "status"), [(5, 5), (0, 1)])
+    def test_exit_of_a_process_is_the_scripts(self, run, code, status):
+        """One that says nothing: by os._exit, as a C library's exit does."""
+        body = f"""
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 1:
+            os._exit({code})
+
+        dist.barrier()
+        """
+        got, _, err = run(body, "--ranks-as", "processes")
+        assert got == status
+        assert any(f"ended with exit status {code}" in line for line in err)
 
     def test_a_script_that_is_not_there_is_refused(self, capfd):
         assert main(["run", "nonesuch.py"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import signal
 import socket
 import sys
@@ -37,6 +38,9 @@ SHARED = {
     "symmetric memory and RPC": "for processes alone, as is AsyncCheckpointerType.PROCESS",
 }
 """What ranks that are threads can't have apart, and what that is about."""
+
+_ENDED = re.compile(r"rank \d+ of \d+ \(pid \d+\) ended with exit status (\d+)")
+"""How an error begins that tells of a process that said nothing itself."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,8 +87,9 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         try:
             launched(_script.run, (script,), places, settings, options.ranks_as)
         except RankFailedError as error:
-            print(f"dtorch run: {error}", file=sys.stderr)
-            return _status(error, heard)
+            status = _status(error, heard)
+            print(_told(error, status), file=sys.stderr)
+            return status
 
     return 0
 
@@ -127,8 +132,29 @@ def _free_port() -> int:
 def _status(error: RankFailedError, heard: Sequence[signal.Signals]) -> int:
     """As Python ends a program that raised this; as a shell tells it, if one of the signals has killed the rank."""
     cause = error.__cause__
-    for number in heard if cause is None else ():
+    if isinstance(cause, SystemExit):
+        return cause.code & 0xFF if isinstance(cause.code, int) else 1
+
+    if cause is not None:
+        return 1
+
+    for number in heard:
         if f"killed by {number.name}" in str(error):
             return 128 + number
 
-    return cause.code & 0xFF if isinstance(cause, SystemExit) and isinstance(cause.code, int) else 1
+    ended = _ENDED.match(str(error))  # by os._exit, or in C
+    return int(ended[1]) or 1 if ended else 1
+
+
+def _told(error: RankFailedError, status: int) -> str:
+    """How the run failed. Python tells no traceback of a program that asked for its end, and prints what it gave."""
+    cause = error.__cause__
+    if not isinstance(cause, SystemExit):
+        return f"dtorch run: {error}"
+
+    from dtorch_core._ranks import said
+
+    headline = str(error).partition(f"\n\nTraceback of rank {error.rank}")[0]
+    lines = [] if cause.code is None or isinstance(cause.code, int) else str(cause.code).splitlines()
+    headline = headline.replace(f"failed with {said(cause)}", f"ended with exit status {status}", 1)
+    return "\n".join([*(f"[rank {error.rank}] {line}" for line in lines), f"dtorch run: {headline}"])
