@@ -36,6 +36,27 @@ class TestMonitoredBarrier:
 
         on_ranks(body, 3)
 
+    def test_errors_say_what_is_waited_for(self):
+        """Not how: no message, and no tag of one."""
+
+        def body(pg, group):
+            if pg.rank() == 0:
+                with pytest.raises(StoreTimeoutError, match=r"in 0\.1 s: rank 1 had not come after 0\.1 s$"):
+                    pg.monitored_barrier(0.1)
+
+            pg.barrier().wait()
+            if pg.rank() == 1:
+                pg.shutdown()
+                return
+
+            with pytest.raises(StoreTimeoutError) as caught:
+                pg.monitored_barrier(LIMIT)
+
+            assert pg.rank() or "waiting for rank 1: rank 1 (pid" in str(caught.value)
+            assert "tag" not in str(caught.value)
+
+        on_ranks(body, 3)
+
     def test_the_end_of_the_group_is_told_and_no_rank_is_blamed_for_it(self):
         def body(pg, group):
             if pg.rank() == 2:

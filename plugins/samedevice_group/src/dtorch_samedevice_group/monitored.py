@@ -46,11 +46,11 @@ def _tell(store: TensorStore, tag: int, label: str, patience: float) -> None:
     )
     try:
         _say(store, 0, tag, True)
-        word, _ = store.expect(0, tag).wait(patience)
+        passed = _heard(store.expect(0, tag), 0, tag, patience, patience)
     except DtorchError as error:
         raise type(error)(f"{failed}: {error}") from error
 
-    if not word.item():
+    if not passed:
         raise StoreTimeoutError(f"{failed}: it says that not every rank has come; its own error names them")
 
 
@@ -67,7 +67,7 @@ def _hear(store: TensorStore, tag: int, label: str, timeout: float, wait_all_ran
     late: dict[int, DtorchError] = {}
     for rank, receipt in expected.items():
         try:
-            receipt.wait(max(deadline - time.monotonic(), 0))
+            _heard(receipt, rank, tag, max(deadline - time.monotonic(), 0), timeout)
         except DtorchError as error:
             if _is_over(store, tag):  # the error says why: it need not be about the rank that was waited for
                 raise type(error)(f"{label}: {error}") from error
@@ -88,6 +88,19 @@ def _hear(store: TensorStore, tag: int, label: str, timeout: float, wait_all_ran
         raise StoreTimeoutError(
             f"{label}: Rank{'s' * (len(late) > 1)} {ranks} failed to pass monitoredBarrier in {seconds(timeout)}: {why}"
         )
+
+
+def _heard(receipt: Receipt, rank: int, tag: int, left: float, timeout: float) -> bool:
+    """What the rank says. The errors are about the barrier: no program has given the tag, or called recv."""
+    try:
+        word, _ = receipt.wait(left)
+    except StoreTimeoutError as error:
+        raise StoreTimeoutError(f"rank {rank} had not come after {seconds(timeout)}") from error
+    except DtorchError as error:
+        own = str(error).replace(f"recv from rank {rank} (tag {tag})", f"waiting for rank {rank}")
+        raise type(error)(own) from error
+
+    return bool(word.item())
 
 
 def _is_over(store: TensorStore, tag: int) -> bool:
