@@ -15,6 +15,9 @@ T = TypeVar("T")
 _LONGEST = 5.0
 """Seconds that the end of the interpreter is put off: a callback may wait for a rank that never comes."""
 
+_MOMENT = 1.0
+"""Seconds that a thread is given to end, when what it waits for has ended."""
+
 _settling: set[int] = set()
 """Threads that are about to end a future."""
 _settled = threading.Condition()
@@ -22,6 +25,32 @@ _settled = threading.Condition()
 
 def begun(call: Callable[[], T], name: str) -> Future[T]:
     """What ``call`` returns or raises; for a call that nothing can interrupt."""
+    return _begun(call, name)[0]
+
+
+def interruptibly(call: Callable[[], T], name: str, give_up: Callable[[], None]) -> T:
+    """What ``call`` returns or raises, which nothing can interrupt; here it can be left.
+
+    Signals are the main thread's: there their handlers run meanwhile, and what they raise is raised at once.
+
+    :param give_up: makes ``call`` end in a moment; called if it is left.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+
+    outcome, thread = _begun(call, name)
+    try:
+        return outcome.result()
+    except BaseException:
+        if not outcome.done():
+            give_up()
+
+        raise
+    finally:
+        thread.join(_MOMENT)
+
+
+def _begun(call: Callable[[], T], name: str) -> tuple[Future[T], threading.Thread]:
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -30,8 +59,9 @@ def begun(call: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return outcome
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return outcome, thread
 
 
 def future_of(

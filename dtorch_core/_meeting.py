@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dtorch_core import _deaths, _scope
 from dtorch_core._board import Board
+from dtorch_core._futures import interruptibly
 from dtorch_core._text import describe_error, rank_list, root_cause, seconds
 from dtorch_core._topology import Member, Topology
 from dtorch_core.checks import LONGEST
@@ -241,7 +242,11 @@ class Meeting:
         key = f"{step}/verdict"
         left = max(self._deadline - time.monotonic(), 0.001)
         try:
-            self.store.wait([key], timedelta(seconds=left))
+            interruptibly(
+                lambda: self.store.wait([key], timedelta(seconds=left)),
+                f"{self._label} rank {self._rank} opens",
+                lambda: self._end_now(AbortedError, f"rank {self._rank} was interrupted while it was opened"),
+            )
         except RuntimeError as error:  # a DistError, except for a FileStore's timeout
             if time.monotonic() < self._deadline - 0.05:
                 raise self._lost(error) from error

@@ -1,14 +1,17 @@
 """Ctrl-C, or another signal whose handler raises, in a blocking call: peers are woken, and the tensors are let go."""
 
+import pkgutil
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtorch_core import AbortedError, open_group, use_backend
+from dtorch_core import AbortedError, open_group, open_store, use_backend
 from dtorch_core.testing import Background, asleep
 
 pytest.importorskip("dtorch_file_store")
@@ -42,16 +45,43 @@ def interrupt(request):
     signal.signal(signal.SIGUSR1, before)
 
 
-def interrupted(again=lambda: None):
-    """In a moment, when it sleeps, the main thread gets a signal; ``again`` is called when it sleeps once more."""
+WAITS = (
+    "dtorch_core._meeting.interruptibly",
+    "dtorch_memory_store.joint.MemoryTicket.wait",
+    "dtorch_memory_store.mail.MemoryReceipt.wait",
+    "dtorch_file_store.tickets.FileTicket.wait",
+    "dtorch_file_store.letters.FileReceipt.wait",
+)
+waits = threading.Event()
+"""The main thread has come to where it waits."""
+
+
+@pytest.fixture(autouse=True)
+def says_when_it_waits(monkeypatch):
+    def saying(wait):
+        def says(*args, **named):
+            if threading.current_thread() is threading.main_thread():
+                waits.set()
+
+            return wait(*args, **named)
+
+        return says
+
+    for name in WAITS:
+        monkeypatch.setattr(name, saying(pkgutil.resolve_name(name)))
+
+
+def interrupted():
+    """In a moment, when it waits, the main thread gets a signal."""
+    waits.clear()
+    return Background(lambda: waits.wait(LIMIT) and signalled(), "interrupts")
+
+
+def signalled():
+    """The main thread, which waits, gets a signal."""
     main = threading.main_thread()
-
-    def run():
-        asleep(SimpleNamespace(thread=main))
-        signal.pthread_kill(main.ident, signal.SIGUSR1)
-        again()
-
-    return Background(run, "interrupts")
+    asleep(SimpleNamespace(thread=main))
+    signal.pthread_kill(main.ident, signal.SIGUSR1)
 
 
 def with_peers(body, *others, world_size=2):
@@ -207,8 +237,8 @@ def test_interrupted_rank_waits_for_what_is_done_with_its_tensors(interrupt, mon
         return group.all_reduce(torch.ones(2)).tolist()
 
     def drive():
-        assert at_it.wait(LIMIT)
-        interrupted().result(LIMIT)
+        assert at_it.wait(LIMIT) and waits.wait(LIMIT)
+        signalled()
         asleep(SimpleNamespace(thread=threading.main_thread()))
         early = raised.is_set()
         go_on.set()
@@ -217,6 +247,7 @@ def test_interrupted_rank_waits_for_what_is_done_with_its_tensors(interrupt, mon
     def body(group):
         x = torch.ones(2)
         with pytest.raises(interrupt):
+            waits.clear()
             driver = Background(drive)
             group.all_reduce(x, out=x)
 
@@ -252,7 +283,7 @@ def test_call_that_halts_does_not_go_on_once_its_rank_was_interrupted(interrupt,
         session.joint.give_up = lambda: [*give_up(), *(halted.set() or ())]  # called where a part halts
         x = torch.ones(LARGE)
         with pytest.raises(interrupt):
-            Background(lambda: halted.wait(LIMIT) and interrupted())
+            Background(lambda: halted.wait(LIMIT) and signalled())
             group.all_reduce(x, out=x)
 
         x.fill_(100)
@@ -304,3 +335,33 @@ def test_interrupt_of_who_does_the_work_is_its_own(tasks):
 
     with use_backend(store="memory"):
         with_peers(body, peer)
+
+
+@pytest.fixture(params=["in process", "file", "tcp"])
+def rendezvous(request, tmp_path):
+    if request.param == "tcp":
+        return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    return f"file://{tmp_path}/meeting" if request.param == "file" else None
+
+
+def test_interrupted_opening(rendezvous, interrupt):
+    """It is over at once, also for a rank that waits in it, and the name can be opened anew."""
+
+    def opened(rank, world_size):
+        return open_store("opening", rank=rank, world_size=world_size, rendezvous=rendezvous, timeout=LIMIT)
+
+    waiting = Background(lambda: opened(1, 3))
+    asleep(waiting)
+    began = time.monotonic()
+    with pytest.raises(interrupt):
+        interrupted()
+        opened(0, 3)
+
+    with pytest.raises(AbortedError, match=r"rank 0 (was interrupted while it was opened|failed)"):
+        waiting.result(LIMIT)
+
+    assert time.monotonic() - began < LIMIT / 2
+    peer = Background(lambda: opened(1, 2).close())
+    opened(0, 2).close()
+    peer.result(LIMIT)
