@@ -6,8 +6,10 @@ death is an event of its own (a line's end does not tell it, where a fork of it 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
+import multiprocessing.util  # registers its own part of the interpreter's end: what is registered later comes first
 import os
 import selectors
 import signal
@@ -39,6 +41,9 @@ EXIT = 5.0
 
 log = logging.getLogger("dtorch")
 
+_live: set[ProcessRun] = set()
+"""Those that may have processes."""
+
 
 class ProcessRun:
     """One spawn() over processes, to its caller what ``_ranks.Run`` is over threads."""
@@ -69,6 +74,8 @@ class ProcessRun:
         """The ranks that did not return when they were told to."""
         self._hurry = False
         self._server: dist.Store | None = None
+        self._pid = os.getpid()
+        self._over = threading.Event()
         self._lock = threading.Lock()
         self._wake: tuple[int, int] | None = None
         self._selector = selectors.DefaultSelector()
@@ -78,6 +85,7 @@ class ProcessRun:
 
         :raises TypeError: if the work can't be pickled; then nothing was started.
         """
+        _live.add(self)
         with self._lock:
             self._wake = os.pipe()
             self._selector.register(self._wake[0], selectors.EVENT_READ, lambda _: os.read(self._wake_end(), 1))
@@ -157,6 +165,20 @@ class ProcessRun:
                     os.close(fd)
 
                 self._wake = None
+
+            _live.discard(self)
+            self._over.set()
+
+    def end_at_exit(self, deadline: float) -> None:
+        """The interpreter ends, and a daemon thread is in here: it tells the ranks, and ends them."""
+        if not self._over.wait(max(0.0, deadline - time.monotonic())):
+            for process in list(self._processes):
+                process.signal(signal.SIGKILL)
+
+    @property
+    def is_here(self) -> bool:
+        """It is this process's, and not that of one that it was forked from."""
+        return self._pid == os.getpid()
 
     def first_failure(self) -> Failure:
         """Who failed first."""
@@ -267,3 +289,16 @@ class ProcessRun:
 
             if left is not None and left <= 0 and not ready:
                 return
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    """Runs that are still under way are those of daemon threads, which nobody waits for; multiprocessing would wait for
+    their processes, and has no limit."""
+    runs = [run for run in list(_live) if run.is_here]
+    for run in runs:
+        run.abort(f"the interpreter that called spawn() (pid {os.getpid()}) ends")
+
+    deadline = time.monotonic() + GRACE + SLACK + 2 * TERM + EXIT
+    for run in runs:
+        run.end_at_exit(deadline)

@@ -21,7 +21,13 @@ nothing_outlives_a_run = process_runs.nothing_outlives_a_run
 
 SCRIPT = """
 import os, sys, time
-from dtorch_core import spawn
+from dtorch_core import AbortedError, spawn
+
+def tell(ctx):
+    try:
+        ctx.open_store("s").dest_get("never")
+    except AbortedError as error:
+        os.write(1, f"{{error}}\\n".encode())
 
 def rank(ctx):
     os.write(1, b"%d\\n" % os.getpid())  # whole: print() may write the end of a line by itself
@@ -45,7 +51,8 @@ def script(tmp_path):
         file.write_text(SCRIPT.format(body=body, guard=guard, before=before))
         command = [sys.executable, "-W", "ignore:Failed to initialize NumPy", str(file)]
         pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
+        popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        started.append(popen)
         return started[-1]
 
     yield start
@@ -83,6 +90,22 @@ class TestCaller:
         assert gone(pids, 0.0)
         assert stderr.rstrip().endswith("KeyboardInterrupt")
         assert stderr.count("Traceback") == 1
+
+    @pytest.mark.parametrize(
+        ("body", "told"), [("tell(ctx)", True), ("time.sleep(60)", False)], ids=["woken", "busy"]
+    )
+    def test_end_of_the_interpreter_ends_the_ranks_of_a_daemon_thread(self, script, body, told):
+        before = """import threading
+    called = dict(args=(rank, 2), kwargs={"ranks_as": "processes"}, daemon=True)
+    threading.Thread(target=spawn, **called).start()
+    sys.stdin.readline()
+    sys.exit()"""
+        process = script(body, before=before)
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        stdout, stderr = process.communicate("\n", timeout=LIMIT)
+        assert process.returncode == 0, stderr
+        assert gone(pids, 0.0)
+        assert stdout.count(f"the interpreter that called spawn() (pid {process.pid}) ends\n") == 2 * told
 
     @pytest.mark.parametrize("before", ["pass", "os.fork() or time.sleep(5)"], ids=["alone", "with a fork"])
     def test_death_of_the_caller_ends_the_ranks(self, script, before):
