@@ -135,6 +135,11 @@ def _serve(host: str, port: int, place: str, deadline: float, limit: timedelta) 
         return
 
     try:
+        _wait_for_name(host, port, place, deadline)
+    except OSError as error:
+        raise _nobody(place, limit, error) from error
+
+    try:
         # Several in one process share the port: with other openings, and with torch's own process group.
         server = _in_time(
             place,
@@ -184,6 +189,25 @@ def _silent(place: str, limit: timedelta) -> StoreTimeoutError:
         f"no rendezvous at {place} within {seconds(limit.total_seconds())}: something takes the connection there, and "
         f"does not answer as a rendezvous does. Has another service this port? Use a free one"
     )
+
+
+def _wait_for_name(host: str, port: int, place: str, deadline: float) -> None:
+    """Until the host's name is known: c10d would write to stderr that it is not, and say something else.
+
+    :raises OSError: if it is not known by the deadline.
+    """
+    while True:
+        try:
+            _in_time(place, deadline, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except TimeoutError:
+            raise OSError("no name server answers") from None
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return
+
+        time.sleep(RETRY)
 
 
 def _wait_for_server(host: str, port: int, deadline: float) -> None:

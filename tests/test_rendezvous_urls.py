@@ -57,6 +57,29 @@ class TestUrl:
         assert ranks.seconds < SHORT + 1
 
     @pytest.mark.parametrize("rank", [0, 1])
+    def test_host_whose_name_nobody_knows(self, fake, rank, capfd):
+        url = "tcp://no-such-host.invalid:29500"
+        ranks = Ranks([lambda: open_store("x", rank=rank, world_size=2, timeout=SHORT, rendezvous=url)])
+        (text,) = raised(ranks.join(), StoreTimeoutError)
+        assert "no rendezvous at no-such-host.invalid:29500 within 0.3 s: [Errno " in text
+        assert "Is rank 0 up, which serves it, and the address right?" in text
+        assert ranks.seconds < SHORT + PROMPT
+        assert capfd.readouterr().err == ""
+
+    def test_name_server_that_does_not_answer(self, fake, monkeypatch):
+        answers, ask = threading.Event(), socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: answers.wait(LONG) and ask(*asked, **more))
+        url = f"tcp://localhost:{free_port()}"
+        ranks = Ranks([lambda: open_store("x", rank=0, world_size=2, timeout=SHORT, rendezvous=url)])
+        (text,) = raised(ranks.join(), StoreTimeoutError)
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("connecting to localhost")]
+        answers.set()
+        assert "within 0.3 s: no name server answers. Is rank 0 up" in text
+        assert ranks.seconds < SHORT + PROMPT
+        for thread in left:
+            thread.join(PROMPT)
+
+    @pytest.mark.parametrize("rank", [0, 1])
     def test_port_of_a_service_that_never_answers(self, fake, monkeypatch, rank):
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
