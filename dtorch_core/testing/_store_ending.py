@@ -80,20 +80,51 @@ class EndingTests(StoreConformance):
         self.ranks(body, 2, timeout=OWN if given == "to the store" else None)
 
     def test_timeout_of_zero_takes_what_is_there(self) -> None:
+        def to_device(store: TensorStore, timeout: float) -> object:
+            return store.dest_get_to_device("wanted", self.home, timeout=timeout)
+
+        def borrows(store: TensorStore, timeout: float) -> None:
+            with store.borrow("wanted", timeout=timeout):
+                pass
+
         def body(store: TensorStore) -> None:
-            with pytest.raises(StoreTimeoutError):
-                store.dest_get("k", timeout=0)
+            for get in (_get, to_device, borrows):
+                self._is_soon_late(store, get)
 
+            self._prepare(store, 0)
+            self._is_soon_late(store, _finished)
             store.src_set("k", coded(0, device=self.home), 1)
-            with pytest.raises(StoreTimeoutError):
-                store.src_wait_until_get_finished("k", timeout=0)
-
             store.dest_get("k", timeout=0)
             store.dest_finish_get("k")
             store.src_wait_until_get_finished("k", timeout=0)
             store.barrier(timeout=0)
+            store.reset(timeout=0)
 
         self.ranks(body, 1)
+
+    @pytest.mark.parametrize("wait", [_barrier, _reset], ids=["barrier", "reset"])
+    def test_timeout_of_zero_does_not_wait_for_other_ranks(self, wait: Wait) -> None:
+        over = threading.Event()
+
+        def body(store: TensorStore) -> None:
+            if store.rank == 1:
+                assert over.wait(self.patience)
+                return
+
+            try:
+                self._is_soon_late(store, wait)
+            finally:
+                over.set()
+
+        self.ranks(body, 2)
+
+    def _is_soon_late(self, store: TensorStore, wait: Wait) -> None:
+        """Zero is no word for the store's own timeout, which is long."""
+        begun = time.monotonic()
+        with pytest.raises(StoreTimeoutError):
+            wait(store, timeout=0)
+
+        assert time.monotonic() - begun < self.patience / 4, "a timeout of zero was not taken for one"
 
     def test_get_can_be_retried_after_a_timeout(self) -> None:
         def body(store: TensorStore) -> None:

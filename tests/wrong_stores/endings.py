@@ -45,6 +45,17 @@ class TakesItsKeysAlong(MemoryTensorStore):
         super().close()
 
 
+@wrong("test_reference_is_dropped[by close]")
+class NeverEndsAnOpening(MemoryTensorStore):
+    """What is still published when all have closed stays so, where nobody can come to it."""
+
+    kept = []
+
+    def close(self):
+        self.kept += list(self._session.keys._keys.values())
+        super().close()
+
+
 @wrong("test_death_ends_every_wait_of_every_survivor[get]")
 class TellsNobodyOfADeath(MemoryTensorStore):
     def abort(self, reason, *, died=False):

@@ -23,6 +23,26 @@ class IgnoresItsTimeout(MemoryTensorStore):
         return super().dest_get(key, stream=stream)
 
 
+class _TakesZeroForNone(MemoryTensorStore):
+    def _seconds(self, timeout):
+        return super()._seconds(timeout or None)
+
+
+@wrong("test_timeout_of_zero_takes_what_is_there")
+class WaitsWhereItShouldLook(_TakesZeroForNone):
+    pass
+
+
+@wrong("test_timeout_of_zero_does_not_wait_for_other_ranks[barrier]")
+class WaitsForOthersAtTheBarrier(_TakesZeroForNone):
+    pass
+
+
+@wrong("test_timeout_of_zero_does_not_wait_for_other_ranks[reset]")
+class WaitsForOthersInReset(_TakesZeroForNone):
+    pass
+
+
 @wrong("test_timeout_ends_the_wait_and_says_who_has_not_come[barrier-to the call]")
 class NamesNobody(MemoryTensorStore):
     def barrier(self, *, timeout=None):
