@@ -75,9 +75,12 @@ class Meeting:
         self._seen: Mapping[int, tuple[Member, ...]] = {} if parent is None else parent._seen
         """The other processes whose end can be seen here: by pid, with their ranks."""
         self._deaths: _deaths.Deaths | None = None
-        with self._reaching():
-            self._number, self.store = self._join()
-            """The store under this opening's own prefix: an opening never sees the keys of another one."""
+        self._number = -1
+        """This opening's, among those of its name; once this rank is counted there."""
+        self.store = self._root
+        """The store under this opening's own prefix: an opening never sees the keys of another one."""
+        with self._reaching(), self._interruptible():
+            self._join()
             if parent is not None and not parent._over:
                 parent._adopt(path, self._number)
 
@@ -179,7 +182,7 @@ class Meeting:
             except RuntimeError:
                 pass  # the rendezvous is gone, which ends every wait as well
 
-    def _join(self) -> tuple[int, Board]:
+    def _join(self) -> None:
         """Find the opening to take part in: the first in which this rank has not been, and that has not ended."""
         # Counts the openings whose first step has ended. May lag behind, which costs a look at each one in between.
         number = self._root.add("openings", 0)
@@ -187,6 +190,7 @@ class Meeting:
             store = self._root.under(str(number))
             if not store.check(["members/verdict"]):
                 if store.add(f"here/{self._rank}", 1) == 1:
+                    self._number, self.store = number, store
                     break
 
                 if not store.check(["members/verdict"]):
@@ -199,7 +203,6 @@ class Meeting:
 
         # The first one's word counts, until all of them are heard.
         self._size = int(store.compare_set("world_size", "", str(self._world_size)))
-        return number, store
 
     def _arrive(self, step: str) -> None:
         """Count this rank; the last one ends the step."""
@@ -245,7 +248,7 @@ class Meeting:
             interruptibly(
                 lambda: self.store.wait([key], timedelta(seconds=left)),
                 f"{self._label} rank {self._rank} opens",
-                lambda: self._end_now(AbortedError, f"rank {self._rank} was interrupted while it was opened"),
+                self._interrupted,
             )
         except RuntimeError as error:  # a DistError, except for a FileStore's timeout
             if time.monotonic() < self._deadline - 0.05:
@@ -283,6 +286,20 @@ class Meeting:
 
         for key in keys:
             self.store.delete_key(key)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Ctrl-C before the context of this meeting is entered ends it as one in there does."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and self._number >= 0:
+                self._interrupted()
+
+            raise
+
+    def _interrupted(self) -> None:
+        self._end_now(AbortedError, f"rank {self._rank} was interrupted while it was opened")
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:

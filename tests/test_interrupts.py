@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtorch_core import AbortedError, open_group, open_store, use_backend
+from dtorch_core._meeting import Meeting
 from dtorch_core.testing import Background, asleep
 
 pytest.importorskip("dtorch_file_store")
@@ -365,3 +366,22 @@ def test_interrupted_opening(rendezvous, interrupt):
     peer = Background(lambda: opened(1, 2).close())
     opened(0, 2).close()
     peer.result(LIMIT)
+
+
+def test_opening_that_is_interrupted_before_it_waits(monkeypatch):
+    """The rank is counted already, so that another one would wait for it."""
+    add = Meeting._join
+
+    def join(self):
+        add(self)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Meeting, "_join", join)
+    waiting = Background(lambda: open_store("opening", rank=1, world_size=2, timeout=LIMIT))
+    asleep(waiting)
+    with pytest.raises(KeyboardInterrupt):
+        open_store("opening", rank=0, world_size=2, timeout=LIMIT)
+
+    with pytest.raises(AbortedError, match="rank 0 was interrupted while it was opened"):
+        waiting.result(LIMIT)
