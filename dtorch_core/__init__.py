@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtorch_core._authority import use_backend
     from dtorch_core._context import BackendContext
-    from dtorch_core._reasons import BackendSpec, Selection, Support, Verdict
-    from dtorch_core._registry import refresh, register, unregister
-    from dtorch_core._selector import explain, select
-    from dtorch_core._topology import Member, Topology
+    from dtorch_core._selection.authority import use_backend
+    from dtorch_core._selection.reasons import BackendSpec, Selection, Support, Verdict
+    from dtorch_core._selection.registry import refresh, register, unregister
+    from dtorch_core._selection.selector import explain, select
+    from dtorch_core._selection.topology import Member, Topology
     from dtorch_core.errors import (
         AbortedError,
         BackendConflictError,
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "_authority": "use_backend",
+    "_selection.authority": "use_backend",
     "_context": "BackendContext",
-    "_reasons": "BackendSpec Selection Support Verdict",
-    "_registry": "refresh register unregister",
-    "_selector": "explain select",
-    "_topology": "Member Topology",
+    "_selection.reasons": "BackendSpec Selection Support Verdict",
+    "_selection.registry": "refresh register unregister",
+    "_selection.selector": "explain select",
+    "_selection.topology": "Member Topology",
     "errors": "AbortedError BackendConflictError BrokenPromiseError CollectiveMismatchError DtorchError KeyInUseError "
     "NoBackendError PeerLostError PluginError PluginVersionError ProtocolError RankFailedError StoreTimeoutError "
     "UnsupportedOperationError UnsupportedTensorError",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dtorch_core._board import Board
-from dtorch_core._reasons import Kind, Selection
-from dtorch_core._topology import Topology
+from dtorch_core._meeting.board import Board
+from dtorch_core._selection.reasons import Kind, Selection
+from dtorch_core._selection.topology import Topology
 from dtorch_core.errors import DtorchError
 
 if TYPE_CHECKING:

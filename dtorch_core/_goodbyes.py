@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from dtorch_core._ranks import is_told, said
+from dtorch_core._spawn.ranks import is_told, said
 
 _LAST = 5.0
 """Seconds that the end of the process gives to goodbyes that are being said."""

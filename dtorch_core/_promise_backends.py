@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch.distributed as dist
 
-from dtorch_core import _member
-from dtorch_core._authority import Ask, asked_for
-from dtorch_core._board import Board, Lines
 from dtorch_core._context import BackendContext
-from dtorch_core._opening import load_factory
-from dtorch_core._reasons import BackendSpec, Selection
-from dtorch_core._registry import Registry, registry
-from dtorch_core._selector import explain, refusal, select, spec_of
+from dtorch_core._meeting import member as _member
+from dtorch_core._meeting.board import Board, Lines
+from dtorch_core._meeting.opening import load_factory
+from dtorch_core._selection.authority import Ask, asked_for
+from dtorch_core._selection.reasons import BackendSpec, Selection
+from dtorch_core._selection.registry import Registry, registry
+from dtorch_core._selection.selector import explain, refusal, select, spec_of
+from dtorch_core._selection.topology import Topology
 from dtorch_core._text import seconds
-from dtorch_core._topology import Topology
 from dtorch_core.errors import NoBackendError, PluginError, ProtocolError, StoreTimeoutError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from dtorch_core._board import Board
+    from dtorch_core._meeting.board import Board
 
 
 log = logging.getLogger("dtorch")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dtorch_core import _member
+from dtorch_core._meeting import member
 from dtorch_core._text import count
 from dtorch_core.errors import ProtocolError, UnsupportedTensorError
 
@@ -115,7 +115,7 @@ def check_device(call: str, device: torch.device | str) -> torch.device:
     :raises ValueError: if torch does not know it, or it is not on this machine.
     """
     try:
-        return torch.device(_member.normal_device(device))
+        return torch.device(member.normal_device(device))
     except ValueError as error:
         raise ValueError(f"{call}: {error}") from None
 

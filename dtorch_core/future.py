@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import _scope, streams
-from dtorch_core._reasons import CAPABILITIES, Selection
+from dtorch_core._selection.reasons import CAPABILITIES, Selection
 from dtorch_core._text import seconds
 from dtorch_core.errors import AbortedError, ProtocolError, StoreTimeoutError, UnsupportedOperationError
 

@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import _c10d, _p2p, _scope
+from dtorch_core import _scope
 from dtorch_core._context import BackendContext
 from dtorch_core._copies import copy_into
-from dtorch_core._extras import extras
-from dtorch_core._foreign_work import Over
-from dtorch_core._group_calls import GroupCalls, Op, Prepared, word_of
+from dtorch_core._groups import c10d
+from dtorch_core._groups import p2p as _p2p
+from dtorch_core._groups.extras import extras
+from dtorch_core._groups.foreign_work import Over
+from dtorch_core._groups.group_calls import GroupCalls, Op, Prepared, word_of
+from dtorch_core._groups.work import Work
+from dtorch_core._meeting.opening import open_backend
 from dtorch_core._memory import Memory, same_place
-from dtorch_core._opening import open_backend
+from dtorch_core._selection.topology import Topology
 from dtorch_core._shapes import (
     Shape,
     chunk_sizes,
@@ -35,8 +39,6 @@ from dtorch_core._shapes import (
     write,
 )
 from dtorch_core._text import not_copied
-from dtorch_core._topology import Topology
-from dtorch_core._work import Work
 from dtorch_core.checks import check_written, plain_tensor
 from dtorch_core.errors import PluginError
 
@@ -88,7 +90,7 @@ class ThreadGroup(GroupCalls):
             self._check(call, x)
             self._check_op(call, word, x)
             memory = _started_from(self._label(call), out, x)
-            return lambda s: _c10d.all_reduce(self.process_group, memory.tensor, word, s), memory.result
+            return lambda s: c10d.all_reduce(self.process_group, memory.tensor, word, s), memory.result
 
         result = self._run(call, prepare, timeout, async_op)
         if in_place is not None:
@@ -117,7 +119,7 @@ class ThreadGroup(GroupCalls):
             is_root = self.rank == dst
             memory = _started_from(self._label(call), out if is_root else None, x)
             return (
-                lambda s: _c10d.reduce(self.process_group, memory.tensor, word, dst, s),
+                lambda s: c10d.reduce(self.process_group, memory.tensor, word, dst, s),
                 lambda: memory.result() if is_root else None,
             )
 
@@ -141,7 +143,7 @@ class ThreadGroup(GroupCalls):
             label = self._label(call)
             is_source = self.rank == src
             memory = _started_from(label, out, x) if is_source else Memory(label, out, Shape.of(x), x.device)
-            return lambda s: _c10d.broadcast(self.process_group, memory.tensor, src, s), memory.result
+            return lambda s: c10d.broadcast(self.process_group, memory.tensor, src, s), memory.result
 
         return self._run(call, prepare, timeout, async_op)
 
@@ -174,7 +176,7 @@ class ThreadGroup(GroupCalls):
             sizes = [shape.sizes[along] for shape in shapes]
             memory = Memory(label, out, whole, x.device, _read_elsewhere(out, sizes, along, self.rank, shard))
             parts = memory.tensor.split(sizes, along)
-            return lambda s: _c10d.all_gather(self.process_group, parts, shard, s), memory.result
+            return lambda s: c10d.all_gather(self.process_group, parts, shard, s), memory.result
 
         return self._exchange(f"all_gather(dim={dim})", call, tell, prepare, timeout, async_op)
 
@@ -192,7 +194,7 @@ class ThreadGroup(GroupCalls):
             one_dtype(self._label(call), shapes)
             self._check_uneven(call, shapes)
             results = [shape.empty(x.device) for shape in shapes]
-            return lambda s: _c10d.all_gather(self.process_group, results, x.detach(), s), lambda: results
+            return lambda s: c10d.all_gather(self.process_group, results, x.detach(), s), lambda: results
 
         return self._exchange("all_gather_list", call, tell, prepare, timeout, async_op)
 
@@ -223,7 +225,7 @@ class ThreadGroup(GroupCalls):
             in_place = isinstance(out, Tensor) and same_place(plain_tensor(out), mine)
             others = parts[: self.rank] + parts[self.rank + 1 :]
             memory = Memory(label, out, Shape.of(mine), x.device, others if in_place else parts)
-            return lambda s: _c10d.reduce_scatter(self.process_group, memory.tensor, parts, word, s), memory.result
+            return lambda s: c10d.reduce_scatter(self.process_group, memory.tensor, parts, word, s), memory.result
 
         return self._run(call, prepare, timeout, async_op)
 
@@ -261,7 +263,7 @@ class ThreadGroup(GroupCalls):
             self._check_uneven(call, [shape for shapes in arriving for shape in shapes])
             memory = Memory(label, out, wholes[self.rank], x.device, inputs)
             parts = memory.tensor.split([shape.sizes[along] for shape in arriving[self.rank]], along)
-            return lambda s: _c10d.all_to_all(self.process_group, parts, inputs, s), memory.result
+            return lambda s: c10d.all_to_all(self.process_group, parts, inputs, s), memory.result
 
         same = f"all_to_all(split_dim={split_dim}, concat_dim={concat_dim})"
         return self._exchange(same, call, tell, prepare, timeout, async_op)
@@ -283,7 +285,7 @@ class ThreadGroup(GroupCalls):
             self._check_uneven(call, [shape for sent in found for shape in sent])
             results = [sent[self.rank].empty(xs[0].device) for sent in found]
             inputs = [x.detach() for x in xs]
-            return lambda s: _c10d.all_to_all(self.process_group, results, inputs, s), lambda: results
+            return lambda s: c10d.all_to_all(self.process_group, results, inputs, s), lambda: results
 
         return self._exchange("all_to_all_list", call, tell, prepare, timeout, async_op)
 
@@ -305,7 +307,7 @@ class ThreadGroup(GroupCalls):
             results = [shape.empty(x.device) for shape in shapes] if self.rank == dst else None
             even = len(set(shapes)) == 1
             return (
-                lambda s: _c10d.gather(self.process_group, results, x.detach(), dst, s, even=even),
+                lambda s: c10d.gather(self.process_group, results, x.detach(), dst, s, even=even),
                 lambda: results,
             )
 
@@ -342,7 +344,7 @@ class ThreadGroup(GroupCalls):
 
             memory = Memory(self._label(call), out, shapes[self.rank], device, inputs or ())
             even = len(set(shapes)) == 1
-            return lambda s: _c10d.scatter(self.process_group, memory.tensor, inputs, src, s, even=even), memory.result
+            return lambda s: c10d.scatter(self.process_group, memory.tensor, inputs, src, s, even=even), memory.result
 
         return self._exchange(f"scatter(src={src})", call, tell, prepare, timeout, async_op)
 
@@ -481,7 +483,7 @@ class ThreadGroup(GroupCalls):
         if self._beside is not None and self._beside.talks:
             return lambda s: Over(), lambda: None  # type: ignore[return-value]  # it has what is used of a Work
 
-        return lambda s: _c10d.barrier(self.process_group, s), lambda: None
+        return lambda s: c10d.barrier(self.process_group, s), lambda: None
 
 
 def open_group(

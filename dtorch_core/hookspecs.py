@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from dtorch_core._reasons import BackendSpec, Kind, Selection, Verdict
-    from dtorch_core._topology import Member, Topology
+    from dtorch_core._selection.reasons import BackendSpec, Kind, Selection, Verdict
+    from dtorch_core._selection.topology import Member, Topology
 
 PROJECT = "dtorch"
 """pluggy's project name and the entry-point group."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from dtorch_core import _member, _scope
-from dtorch_core._processes import ProcessRun
-from dtorch_core._rank_context import RankContext
-from dtorch_core._ranks import Run, divided, intra_op
-from dtorch_core._settings import Settings
+from dtorch_core import _scope
+from dtorch_core._meeting import member
+from dtorch_core._spawn.processes import ProcessRun
+from dtorch_core._spawn.rank_context import RankContext
+from dtorch_core._spawn.ranks import Run, divided, intra_op
+from dtorch_core._spawn.settings import Settings
 from dtorch_core._text import count, rank_list, seconds
 from dtorch_core.checks import check_timeout
 from dtorch_core.errors import (
@@ -169,7 +170,7 @@ def _check(
 
 def _devices(devices: str | torch.device | Sequence[str | torch.device] | None, world_size: int) -> list[str]:
     if devices is None or isinstance(devices, (str, torch.device)):
-        return [_member.normal_device(devices)] * world_size
+        return [member.normal_device(devices)] * world_size
 
     if not isinstance(devices, Sequence):
         raise TypeError(f"spawn: devices must be one device for all ranks or a sequence of one each, not {devices!r}")
@@ -180,7 +181,7 @@ def _devices(devices: str | torch.device | Sequence[str | torch.device] | None, 
             f"give one, or one each"
         )
 
-    return [_member.normal_device(device) for device in devices]
+    return [member.normal_device(device) for device in devices]
 
 
 def _failure(run: Run | ProcessRun) -> RankFailedError:

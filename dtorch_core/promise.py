@@ -20,7 +20,7 @@ from dtorch_core import streams
 from dtorch_core._context import BackendContext
 from dtorch_core._promise_backends import Reach, choose, named
 from dtorch_core._promise_token import Token, parse
-from dtorch_core._reasons import CAPABILITIES
+from dtorch_core._selection.reasons import CAPABILITIES
 from dtorch_core.checks import check_tensor, plain_tensor
 from dtorch_core.errors import BrokenPromiseError, ProtocolError, UnsupportedOperationError
 from dtorch_core.future import Outcome, TensorFuture

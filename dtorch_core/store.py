@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtorch_core import streams
 from dtorch_core._context import BackendContext
-from dtorch_core._opening import open_backend
+from dtorch_core._meeting.opening import open_backend
 from dtorch_core._text import not_copied
 from dtorch_core.checks import check_device
 from dtorch_core.checks import check_publish as check_publish

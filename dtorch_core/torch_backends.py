@@ -12,7 +12,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from dtorch_core._when_imported import when_imported
+from dtorch_core._thread_ranks.when_imported import when_imported
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -50,23 +50,24 @@ def register_any() -> None:
 def _register(name: str) -> None:
     from torch.distributed import distributed_c10d
 
-    from dtorch_core import _torch_state
+    from dtorch_core._groups import torch_state
 
     def create(opts: Any, pg_options: Any = None) -> dist.ProcessGroup:  # noqa: ANN401 - c10d's, untyped
         return _opened(name, opts)
 
     distributed_c10d.Backend.register_backend(name, create, extended_api=True, devices=[*DEVICES])
-    _torch_state.adapt()
+    torch_state.adapt()
 
 
 def _opened(name: str, opts: Any) -> dist.ProcessGroup:  # noqa: ANN401
     """c10d's creator: the ranks meet through the store that it brings."""
-    from dtorch_core import _sharded_tensors, _torch_kernels
-    from dtorch_core._extras import companion
-    from dtorch_core._opening import open_backend
+    from dtorch_core._groups import sharded_tensors
+    from dtorch_core._groups import torch_kernels as _torch_kernels
+    from dtorch_core._groups.extras import companion
+    from dtorch_core._meeting.opening import open_backend
 
     _torch_kernels.serve(DEVICES)
-    _sharded_tensors.adapt()
+    sharded_tensors.adapt()
     _reach(opts.store, opts.group_id)
     chosen = open_backend(
         "group",
@@ -94,7 +95,7 @@ def _reach(store: dist.Store, name: str) -> None:
     """
     import torch.distributed as dist
 
-    from dtorch_core._board import reach
+    from dtorch_core._meeting.board import reach
     from dtorch_core.errors import PeerLostError
 
     try:

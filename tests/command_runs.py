@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dtorch_core import _registry
+from dtorch_core._selection import registry
 from dtorch_core.cli import main
 
 PLUGIN = """
@@ -30,7 +30,7 @@ def dtorch(site, capsys, monkeypatch):
     """Run the command in this process, as if nothing had been loaded yet: its status, stdout and stderr."""
 
     def run(*arguments):
-        monkeypatch.setattr(_registry, "_current", None)
+        monkeypatch.setattr(registry, "_current", None)
         capsys.readouterr()
         status = main(arguments)
         captured = capsys.readouterr()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dtorch_core._discovery import Plugin
-from dtorch_core._registry import registry
+from dtorch_core._selection.discovery import Plugin
+from dtorch_core._selection.registry import registry
 
 HEAD = "from dtorch_core import BackendSpec, Support, hookimpl\n"
 PROBE = "lambda topology: Support.yes(1, 'fits')"

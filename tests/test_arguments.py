@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtorch_core import DtorchError, UnsupportedTensorError, _rendezvous, make_promise, open_store, spawn
+from dtorch_core import DtorchError, UnsupportedTensorError, make_promise, open_store, spawn
+from dtorch_core._meeting import rendezvous as _rendezvous
 from dtorch_core.checks import LONGEST, check_timeout, check_written
 from dtorch_core.testing import run_ranks
 

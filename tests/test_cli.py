@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dtorch_core
-from dtorch_core import _registry
+from dtorch_core._selection import registry
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
@@ -58,7 +58,7 @@ class TestMain:
         def interrupt():
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(_registry, "inspect", interrupt)
+        monkeypatch.setattr(registry, "inspect", interrupt)
         assert dtorch("plugins") == (130, "", "")
 
     def test_reader_that_has_seen_enough(self, site):

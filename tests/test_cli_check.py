@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtorch_core import _metadata
+from dtorch_core._selection import metadata
 from dtorch_core.cli import check
 from dtorch_core.testing._harness import DEVICES
 
@@ -108,7 +108,7 @@ class TestCheck:
         ],
     )
     def test_known_name_that_is_not_installed(self, dtorch, monkeypatch, name, said):
-        monkeypatch.setattr(_metadata, "entry_points", lambda: ([], []))
+        monkeypatch.setattr(metadata, "entry_points", lambda: ([], []))
         status, out, err = dtorch("check", name)
         assert (status, out) == (2, "")
         assert err == f"dtorch check: error: there is no backend {name!r}: {said}\n"

@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from dtorch_core import _metadata, _thread_world, _torch_kernels, _torch_state
+from dtorch_core._groups import torch_kernels
+from dtorch_core._groups import torch_state as _torch_state
+from dtorch_core._selection import metadata as _metadata
+from dtorch_core._thread_ranks import worlds
 from dtorch_core.cli import _installations, doctor
 
 with pytest.MonkeyPatch.context() as _patch:
@@ -248,7 +251,7 @@ class TestDoctor:
         assert "\n  nothing that groups of dtorch need is missing\n" in dtorch("doctor")[1]
 
         monkeypatch.delattr(distributed_c10d, "split_group")
-        monkeypatch.setattr(_torch_kernels, "_NAMESPACE", "dtorch_no_such")
+        monkeypatch.setattr(torch_kernels, "_NAMESPACE", "dtorch_no_such")
         monkeypatch.setattr(torch.ops, "dtorch_no_such", SimpleNamespace(batch_p2p_ops=None), raising=False)
         monkeypatch.setattr(_torch_state, "missed", ["what was missed\nas a backend was registered"])
         assert self.problems(dtorch) == []
@@ -272,7 +275,7 @@ class TestDoctor:
             assert re.search(rf"^  shared: {re.escape(what)} +{re.escape(which)}$", out, re.MULTILINE)
 
     def test_torch_that_threads_can_not_divide_is_a_problem(self, dtorch, monkeypatch):
-        monkeypatch.setattr(_thread_world, "MISSING", ["_World has no property pg_map"])
+        monkeypatch.setattr(worlds, "MISSING", ["_World has no property pg_map"])
         said = "ranks that are threads can't have torch.distributed of their own: _World has no property pg_map"
         assert self.problems(dtorch) == [said]
 

@@ -70,7 +70,7 @@ class TestPlugins:
         assert "problem: DTORCH_DISABLE_PLUGINS names 'mien'" in out
 
     def test_says_what_to_install_where_nothing_is(self, dtorch, monkeypatch):
-        monkeypatch.setattr("dtorch_core._metadata.entry_points", lambda: ([], []))
+        monkeypatch.setattr("dtorch_core._selection.metadata.entry_points", lambda: ([], []))
         status, out, _ = dtorch("plugins")
         assert status == 0
         assert "No store backend is installed: pip install dtorch-memory-store" in out

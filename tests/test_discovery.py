@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtorch_core import refresh
-from dtorch_core._registry import registry
+from dtorch_core._selection.registry import registry
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
@@ -82,7 +82,7 @@ hooks = Hooks()
         site.add("heavy-dist", "import json\n" + GOOD, plugin="heavy")
         code = (
             f"import sys; sys.path.insert(0, {str(site.folder)!r})\n"
-            "from dtorch_core._registry import registry\n"
+            "from dtorch_core._selection.registry import registry\n"
             "(heavy,) = [plugin for plugin in registry().plugins if plugin.name == 'heavy']\n"
             "assert heavy.state == 'ok' and not heavy.imports_torch\n"
             "assert 'torch' not in sys.modules"
@@ -94,7 +94,7 @@ hooks = Hooks()
         site.add("heavy-dist", "import torch\n" + GOOD, plugin="heavy")
         code = (
             f"import sys; sys.path.insert(0, {str(site.folder)!r})\n"
-            "from dtorch_core._registry import registry\n"
+            "from dtorch_core._selection.registry import registry\n"
             "assert [plugin.imports_torch for plugin in registry().plugins if plugin.name == 'heavy'] == [True]"
         )
         site.modules.discard("torch")

@@ -9,8 +9,8 @@ import pytest
 
 import dtorch_core
 from dtorch_core import PluginVersionError, explain, refresh
-from dtorch_core._registry import registry
-from dtorch_core._topology import imagine
+from dtorch_core._selection.registry import registry
+from dtorch_core._selection.topology import imagine
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))

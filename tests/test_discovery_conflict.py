@@ -8,7 +8,7 @@ import pytest
 
 import dtorch_core
 from dtorch_core import PluginError, explain, refresh
-from dtorch_core._topology import imagine
+from dtorch_core._selection.topology import imagine
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))

@@ -16,12 +16,12 @@ LIMIT = 15.0
 @pytest.fixture
 def quiet(monkeypatch):
     """The hook that was there before sees every uncaught exception too; here it only counts them."""
-    from dtorch_core import _hand_made
+    from dtorch_core._meeting import hand_made
 
     seen: list[type[BaseException]] = []
-    monkeypatch.setattr(_hand_made, "_before", lambda args: seen.append(args.exc_type))
-    monkeypatch.setattr(_hand_made, "_hooked", True)
-    monkeypatch.setattr(threading, "excepthook", _hand_made._on_uncaught)
+    monkeypatch.setattr(hand_made, "_before", lambda args: seen.append(args.exc_type))
+    monkeypatch.setattr(hand_made, "_hooked", True)
+    monkeypatch.setattr(threading, "excepthook", hand_made._on_uncaught)
     return seen
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import dtorch_core
 from dtorch_core import hookspecs
-from dtorch_core._discovery import REGISTRATION_HOOKS
-from dtorch_core._reasons import KINDS, Kind
+from dtorch_core._selection.discovery import REGISTRATION_HOOKS
+from dtorch_core._selection.reasons import KINDS, Kind
 
 HOOKS = {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "dtorch_spec")}
 PAGE = Path(__file__).parents[1] / "docs" / "hooks.md"

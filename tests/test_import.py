@@ -14,15 +14,15 @@ LIGHT = [
     "dtorch_core",
     "dtorch_core.hookspecs",
     "dtorch_core.errors",
-    "dtorch_core._reasons",
-    "dtorch_core._topology",
-    "dtorch_core._discovery",
-    "dtorch_core._metadata",
-    "dtorch_core._registry",
-    "dtorch_core._selector",
-    "dtorch_core._authority",
-    "dtorch_core._catalogue",
-    "dtorch_core._member",
+    "dtorch_core._selection.reasons",
+    "dtorch_core._selection.topology",
+    "dtorch_core._selection.discovery",
+    "dtorch_core._selection.metadata",
+    "dtorch_core._selection.registry",
+    "dtorch_core._selection.selector",
+    "dtorch_core._selection.authority",
+    "dtorch_core._selection.catalogue",
+    "dtorch_core._meeting.member",
     "dtorch_core.cli",
 ]
 """What works without torch."""
@@ -55,9 +55,9 @@ class TestImport:
     def test_listing_and_explaining_need_no_torch(self):
         code = (
             "import dtorch_core\n"
-            "from dtorch_core._topology import imagine\n"
+            "from dtorch_core._selection.topology import imagine\n"
             "for kind in ('store', 'group', 'promise'): dtorch_core.explain(kind, imagine(2))\n"
-            "from dtorch_core._registry import registry\n"
+            "from dtorch_core._selection.registry import registry\n"
             "assert not any(plugin.imports_torch for plugin in registry().plugins)"
         )
         assert "torch" not in modules_after(code)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtorch_core import AbortedError, open_group, open_store, use_backend
-from dtorch_core._meeting import Meeting
+from dtorch_core._meeting.meeting import Meeting
 from dtorch_core.testing import Background, asleep
 
 pytest.importorskip("dtorch_file_store")
@@ -47,7 +47,7 @@ def interrupt(request):
 
 
 WAITS = (
-    "dtorch_core._meeting.interruptibly",
+    "dtorch_core._meeting.meeting.interruptibly",
     "dtorch_memory_store.joint.MemoryTicket.wait",
     "dtorch_memory_store.mail.MemoryReceipt.wait",
     "dtorch_file_store.tickets.FileTicket.wait",

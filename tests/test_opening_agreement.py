@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtorch_core import NoBackendError, StoreTimeoutError, open_store, refresh
-from dtorch_core._registry import registry
+from dtorch_core._selection.registry import registry
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))

@@ -312,8 +312,8 @@ class TestToken:
 
     def test_token_finds_the_object_of_its_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of this process; a device of another process may not even exist here."""
-        monkeypatch.setattr("dtorch_core._member.normal_device", lambda device: device or "cpu")
-        monkeypatch.setattr("dtorch_core._member._uuid", lambda device: "")
+        monkeypatch.setattr("dtorch_core._meeting.member.normal_device", lambda device: device or "cpu")
+        monkeypatch.setattr("dtorch_core._meeting.member._uuid", lambda device: "")
         with installed():
             token = make_promise(backend="it", device="cuda:7").serialize()
             attach_promise(token).set_result(None)

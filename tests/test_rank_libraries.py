@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from dtorch_core import _rank_libraries, spawn
+from dtorch_core import spawn
+from dtorch_core._thread_ranks import libraries
 
 LIMIT = 30.0
 
@@ -39,7 +40,7 @@ def library(tmp_path, monkeypatch):
     (tmp_path / "accelerate" / "__init__.py").write_text("")
     (tmp_path / "accelerate" / "state.py").write_text(STATE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(_rank_libraries, "_divided", False)
+    monkeypatch.setattr(libraries, "_divided", False)
     yield lambda: importlib.import_module("accelerate.state")
     for name in ("accelerate.state", "accelerate"):
         sys.modules.pop(name, None)

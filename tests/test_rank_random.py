@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dtorch_core import RankFailedError, UnsupportedOperationError, _rank_random, spawn
+from dtorch_core import RankFailedError, UnsupportedOperationError, spawn
+from dtorch_core._thread_ranks import random as _rank_random
 
 LIMIT = 30.0
 

@@ -10,8 +10,8 @@ import pytest
 
 import dtorch_core
 from dtorch_core import PluginError, explain, refresh
-from dtorch_core._registry import Registry, registry
-from dtorch_core._topology import imagine
+from dtorch_core._selection.registry import Registry, registry
+from dtorch_core._selection.topology import imagine
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
@@ -92,7 +92,7 @@ class TestThreads:
     def test_first_use_gives_every_thread_the_same_snapshot(self, site, monkeypatch):
         source = "import time\ntime.sleep(0.05)\nloads = globals().setdefault('loads', 0) + 1\n" + GOOD
         module = site.add("slow-dist", source, plugin="slow")
-        monkeypatch.setattr("dtorch_core._registry._current", None)
+        monkeypatch.setattr("dtorch_core._selection.registry._current", None)
         snapshots = together(lambda i: registry())
         assert all(isinstance(snapshot, Registry) for snapshot in snapshots)
         assert len({id(snapshot) for snapshot in snapshots}) == 1

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from dtorch_core import ProtocolError, RankFailedError, StoreTimeoutError, open_store, spawn
-from dtorch_core import _rendezvous as rendezvous
+from dtorch_core._meeting import rendezvous as rendezvous
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))

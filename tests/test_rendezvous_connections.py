@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dtorch_core import PeerLostError, _board, open_store
-from dtorch_core import _rendezvous as rendezvous
-from dtorch_core._board import Lines
+from dtorch_core import PeerLostError, open_store
+from dtorch_core._meeting import board as _board
+from dtorch_core._meeting import rendezvous as rendezvous
+from dtorch_core._meeting.board import Lines
 from dtorch_core.testing import Background
 
 with pytest.MonkeyPatch.context() as _patch:

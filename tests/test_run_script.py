@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtorch_core import _script_groups
+from dtorch_core._spawn import script_groups
 from dtorch_core.cli import main
 
 with pytest.MonkeyPatch.context() as _patch:
@@ -97,7 +97,7 @@ class TestScript:
 
     @pytest.mark.parametrize("asked", ["nccl", "gloo", "undefined", "cpu:gloo,cuda:nccl"])
     def test_on_a_gpu_a_group_is_called_what_was_asked_for(self, asked):
-        assert _script_groups._Script("dtorch", 2, "cuda:0").stands_for(asked) == asked
+        assert script_groups._Script("dtorch", 2, "cuda:0").stands_for(asked) == asked
 
     def test_a_group_that_a_mesh_opens_has_no_name(self, run):
         body = """

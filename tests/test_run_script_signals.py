@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtorch_core import _passed_signals
+from dtorch_core._spawn import passed_signals
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
@@ -144,7 +144,7 @@ class TestSignals:
         heard = []
         before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
         try:
-            with _passed_signals.passed_on() as passed:
+            with passed_signals.passed_on() as passed:
                 os.kill(os.getpid(), signal.SIGUSR1)
         finally:
             signal.signal(signal.SIGUSR1, before)

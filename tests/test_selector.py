@@ -11,9 +11,9 @@ import pytest
 
 import dtorch_core
 from dtorch_core import BackendSpec, NoBackendError, Support, explain, refresh, select, use_backend
-from dtorch_core._authority import VARIABLES, asked_for
-from dtorch_core._registry import registry
-from dtorch_core._topology import imagine
+from dtorch_core._selection.authority import VARIABLES, asked_for
+from dtorch_core._selection.registry import registry
+from dtorch_core._selection.topology import imagine
 
 THREADS = imagine(4)
 PROCESSES = imagine(4, "processes")
@@ -424,7 +424,7 @@ class TestRefusal:
         ],
     )
     def test_names_the_command_where_nothing_is_installed(self, site, kind, command, monkeypatch):
-        monkeypatch.setattr("dtorch_core._metadata.entry_points", lambda: ([], []))
+        monkeypatch.setattr("dtorch_core._selection.metadata.entry_points", lambda: ([], []))
         refresh()
         with pytest.raises(NoBackendError, match=f"No {kind} backend is installed: {command}"):
             select(kind, THREADS)

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtorch_core import _sharded_tensors, _torch_state, spawn
+from dtorch_core import spawn
+from dtorch_core._groups import sharded_tensors
+from dtorch_core._groups import torch_state as _torch_state
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
@@ -74,8 +76,8 @@ def test_sharded_state_of_fsdp1_with_an_empty_shard(run, ranks_as):
 
 def test_torch_without_the_method_is_told(monkeypatch):
     monkeypatch.setattr(_torch_state, "missed", [])
-    monkeypatch.setitem(sys.modules, _sharded_tensors._HOME, types.ModuleType("other"))
-    _sharded_tensors._ask_the_group()
+    monkeypatch.setitem(sys.modules, sharded_tensors._HOME, types.ModuleType("other"))
+    sharded_tensors._ask_the_group()
     assert "gather() fails for groups on the CPU" in _torch_state.missed[0]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtorch_core import DtorchError, RankFailedError, StoreTimeoutError
-from dtorch_core._processes import ProcessRun
+from dtorch_core._spawn.processes import ProcessRun
 from dtorch_core.testing import run_ranks
 
 with pytest.MonkeyPatch.context() as _patch:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d
 
-from dtorch_core import PeerLostError, RankFailedError, UnsupportedOperationError, _thread_world, spawn
+from dtorch_core import PeerLostError, RankFailedError, UnsupportedOperationError, spawn
+from dtorch_core._thread_ranks import worlds
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
@@ -192,7 +193,7 @@ class TestFailures:
         assert len(heard) == 3 and all("rank 1 failed: ValueError: no" in text for text in heard)
 
     def test_what_torch_lacks_is_said(self, monkeypatch):
-        monkeypatch.setattr(_thread_world, "MISSING", ["_World has no property pg_map"])
+        monkeypatch.setattr(worlds, "MISSING", ["_World has no property pg_map"])
         with pytest.raises(UnsupportedOperationError, match="threads: _World has no property pg_map. Use"):
             run(lambda ctx: None, 2)
 
@@ -204,8 +205,8 @@ class TestFailures:
             property(eval("lambda self: _pg_colours", vars(distributed_c10d))),
             raising=False,
         )
-        [missed] = _thread_world.missing()
+        [missed] = worlds.missing()
         assert missed == "_World.pg_colours is kept in a variable of the module that is not known here"
 
     def test_nothing_is_missed_in_this_torch(self):
-        assert _thread_world.MISSING == []
+        assert worlds.MISSING == []

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from dtorch_core import Member, Selection, Topology, Verdict
-from dtorch_core._topology import imagine
+from dtorch_core._selection.topology import imagine
 
 
 def member(rank, host="host 0", pid=1, device="cpu", uuid="", **facts):

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtorch_core import NoBackendError, _torch_state, torch_backends, use_backend
-from dtorch_core._when_imported import when_imported
+from dtorch_core import NoBackendError, torch_backends, use_backend
+from dtorch_core._groups import torch_state
+from dtorch_core._thread_ranks.when_imported import when_imported
 
 GROUP = "torch.distributed.backends"
 """Where torch 2.14 looks for backends."""
@@ -138,16 +139,16 @@ class TestTorchsOwnFunctions:
             dist.monitored_barrier(patience=3)
 
     def test_what_torch_lacks_is_remembered(self, monkeypatch):
-        monkeypatch.setattr(_torch_state, "missed", [])
-        _torch_state._ask_the_group("no_such_function", "group", lambda group: None)
-        assert "no_such_function" in _torch_state.missed[0]
+        monkeypatch.setattr(torch_state, "missed", [])
+        torch_state._ask_the_group("no_such_function", "group", lambda group: None)
+        assert "no_such_function" in torch_state.missed[0]
 
         monkeypatch.setattr(c10d, "one_that_changed", lambda pg: None, raising=False)
-        _torch_state._ask_the_group("one_that_changed", "group", lambda group, timeout: None)
-        assert "one_that_changed takes (pg)" in _torch_state.missed[1]
+        torch_state._ask_the_group("one_that_changed", "group", lambda group, timeout: None)
+        assert "one_that_changed takes (pg)" in torch_state.missed[1]
 
     def test_this_torch_lacks_nothing(self):
-        assert _torch_state.missed == []
+        assert torch_state.missed == []
 
 
 class TestWhenImported:

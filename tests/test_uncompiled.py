@@ -11,15 +11,15 @@ import torch._dynamo  # noqa: F401 - the rules are changed at once
 from dtorch_memory_store.store import MemoryTensorStore
 from torch._dynamo import trace_rules
 
-from dtorch_core import _uncompiled
-from dtorch_core._uncompiled import code_of, leave_uncompiled
+from dtorch_core._groups import uncompiled
+from dtorch_core._groups.uncompiled import code_of, leave_uncompiled
 
 LIMIT = 60.0
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(_uncompiled, "_known", set())
+    monkeypatch.setattr(uncompiled, "_known", set())
     monkeypatch.setattr(trace_rules, "SKIP_DIRS", list(trace_rules.SKIP_DIRS))
     yield
     monkeypatch.undo()

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from dtorch_core import PeerLostError
-from dtorch_core._foreign_work import ForeignWork
-from dtorch_core._notes import Notes
-from dtorch_core._work import Work
+from dtorch_core._groups.foreign_work import ForeignWork
+from dtorch_core._groups.notes import Notes
+from dtorch_core._groups.work import Work
 from dtorch_core.joint import Ticket
 
 LIMIT = 10.0

@@ -11,10 +11,10 @@ from typing import TextIO
 
 import torch
 
-from dtorch_core._reasons import Kind
-from dtorch_core._selector import choose
+from dtorch_core._selection.reasons import Kind
+from dtorch_core._selection.selector import choose
+from dtorch_core._selection.topology import imagine
 from dtorch_core._text import one_line
-from dtorch_core._topology import imagine
 from dtorch_core.bench import collectives, exchange, facts, goals, gpu_exchange, own_gpus, plot, profile, report
 from dtorch_core.bench.collectives import Plan
 from dtorch_core.bench.load import OthersLoad

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import dtorch_core
-from dtorch_core._discovery import guarded
-from dtorch_core._metadata import folder, name_and_version
+from dtorch_core._selection.discovery import guarded
+from dtorch_core._selection.metadata import folder, name_and_version
 from dtorch_core._text import canonical
 from dtorch_core.hookspecs import PROJECT
 

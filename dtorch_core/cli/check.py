@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dtorch_core._reasons import KINDS, BackendSpec, Kind
-from dtorch_core._registry import Registry, registry
-from dtorch_core._selector import explain
+from dtorch_core._selection.reasons import KINDS, BackendSpec, Kind
+from dtorch_core._selection.registry import Registry, registry
+from dtorch_core._selection.selector import explain
+from dtorch_core._selection.topology import imagine
 from dtorch_core._text import columns, count, did_you_mean
-from dtorch_core._topology import imagine
 from dtorch_core.errors import BackendConflictError, PluginError
 
 if TYPE_CHECKING:

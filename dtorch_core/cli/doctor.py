@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import dtorch_core
-from dtorch_core import _catalogue, _registry, _topology, recorder
-from dtorch_core._authority import VARIABLES
-from dtorch_core._discovery import DISABLE, LOAD, STRICT, guarded
-from dtorch_core._reasons import KINDS
-from dtorch_core._selector import choose
+from dtorch_core import recorder
+from dtorch_core._selection import catalogue
+from dtorch_core._selection import registry as _registry
+from dtorch_core._selection import topology as _topology
+from dtorch_core._selection.authority import VARIABLES
+from dtorch_core._selection.discovery import DISABLE, LOAD, STRICT, guarded
+from dtorch_core._selection.reasons import KINDS
+from dtorch_core._selection.selector import choose
+from dtorch_core._selection.topology import Topology
 from dtorch_core._text import columns, count, describe_error, did_you_mean, one_line
-from dtorch_core._topology import Topology
 from dtorch_core.cli import _installations
 from dtorch_core.cli.plugins import problems as problems_of
 from dtorch_core.cli.run import SHARED
@@ -33,7 +36,7 @@ KNOWN = {
     LOAD: "the only plugins that are loaded",
     STRICT: "a broken plugin is an error",
     recorder.VARIABLE: "how many calls of each group the flight recorder keeps",
-    **_catalogue.VARIABLES,
+    **catalogue.VARIABLES,
 }
 """The variables that dtorch-core and its first-party plugins read, and what each is for."""
 
@@ -107,7 +110,7 @@ def _plugins() -> Finding:
     rows = [(plugin.name, plugin.state, plugin.label, plugin.why) for plugin in listing]
     broken = [f"plugin {p.name!r} of {p.label} is broken: {p.why}" for p in listing if p.state == "broken"]
     missing = [kind for kind in KINDS if not any(plugin.names(kind) for plugin in known.plugins)]
-    hints = [_catalogue.install_hint(kind) for kind in missing]
+    hints = [catalogue.install_hint(kind) for kind in missing]
     return Finding(
         [plugin.to_dict() for plugin in listing],
         [*columns(rows), *hints] if listing else ["no plugin is installed"],
@@ -157,11 +160,12 @@ def _torch_distributed() -> Finding:
     if sys.modules.get("torch") is None:
         return Finding(None, ["torch is not installed"])
 
-    from dtorch_core import _torch_kernels, _torch_state
+    from dtorch_core._groups import torch_kernels
+    from dtorch_core._groups import torch_state as _torch_state
     from dtorch_core.torch_backends import DEVICES
 
     # Missed when a backend was registered, or would be.
-    lacks = [*dict.fromkeys([*_torch_state.missed, *_torch_state.missing(), *_torch_kernels.missing(DEVICES)])]
+    lacks = [*dict.fromkeys([*_torch_state.missed, *_torch_state.missing(), *torch_kernels.missing(DEVICES)])]
     return Finding(lacks, [one_line(lack) for lack in lacks] or ["nothing that groups of dtorch need is missing"])
 
 
@@ -170,9 +174,10 @@ def _ranks_as_threads() -> Finding:
     if sys.modules.get("torch") is None:
         return Finding(None, ["torch is not installed"])
 
-    from dtorch_core import _rank_random, _thread_world
+    from dtorch_core._thread_ranks import random
+    from dtorch_core._thread_ranks import worlds as _thread_world
 
-    facts = {"torch.distributed": _thread_world.MISSING, "random numbers": _rank_random.MISSING}
+    facts = {"torch.distributed": _thread_world.MISSING, "random numbers": random.MISSING}
     rows = [(f"{what} of each rank's own", "; ".join(lacks) or "yes") for what, lacks in facts.items()]
     rows += [(f"shared: {what}", which) for what, which in SHARED.items()]
     missed = {what: "; ".join(lacks) for what, lacks in facts.items() if lacks}

@@ -7,11 +7,11 @@ import json
 import re
 from typing import TextIO
 
-from dtorch_core import _topology
-from dtorch_core._reasons import KINDS, Kind, Selection
-from dtorch_core._selector import choose
+from dtorch_core._selection import topology as _topology
+from dtorch_core._selection.reasons import KINDS, Kind, Selection
+from dtorch_core._selection.selector import choose
+from dtorch_core._selection.topology import Topology
 from dtorch_core._text import one_line
-from dtorch_core._topology import Topology
 from dtorch_core.errors import DtorchError
 
 

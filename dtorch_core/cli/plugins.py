@@ -6,10 +6,11 @@ import argparse
 import json
 from typing import TextIO
 
-from dtorch_core import _catalogue, _registry
-from dtorch_core._discovery import Plugin
-from dtorch_core._reasons import KINDS
-from dtorch_core._registry import Registry
+from dtorch_core._selection import catalogue
+from dtorch_core._selection import registry as _registry
+from dtorch_core._selection.discovery import Plugin
+from dtorch_core._selection.reasons import KINDS
+from dtorch_core._selection.registry import Registry
 from dtorch_core._text import columns
 
 
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
     for kind in KINDS:
         if not any(plugin.names(kind) for plugin in known.plugins):
-            print(_catalogue.install_hint(kind), file=out)
+            print(catalogue.install_hint(kind), file=out)
 
     for problem in problems(known):
         print(f"problem: {problem}", file=out)

@@ -68,8 +68,10 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
     import torch
 
-    from dtorch_core import _passed_signals, _rank_output, _script
-    from dtorch_core._settings import Settings
+    from dtorch_core._spawn import output as _rank_output
+    from dtorch_core._spawn import passed_signals
+    from dtorch_core._spawn import script as _script
+    from dtorch_core._spawn.settings import Settings
     from dtorch_core.launcher import launched
 
     device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     places = dict.fromkeys(range(options.nproc), device)
     with ExitStack() as stack:
         stack.enter_context(_rank_output.held(out))
-        heard = stack.enter_context(_passed_signals.passed_on()) if options.ranks_as == "processes" else []
+        heard = stack.enter_context(passed_signals.passed_on()) if options.ranks_as == "processes" else []
         try:
             launched(_script.run, (script,), places, settings, options.ranks_as)
         except RankFailedError as error:
@@ -111,7 +113,7 @@ def _backend(name: str) -> str:
     from torch.distributed import Backend
 
     from dtorch_core import torch_backends
-    from dtorch_core._registry import registry
+    from dtorch_core._selection.registry import registry
 
     known = [torch_backends.ANY, *registry().offers("group")]
     if name not in (*known, *Backend.backend_list):
@@ -152,7 +154,7 @@ def _told(error: RankFailedError, status: int) -> str:
     if not isinstance(cause, SystemExit):
         return f"dtorch run: {error}"
 
-    from dtorch_core._ranks import said
+    from dtorch_core._spawn.ranks import said
 
     headline = str(error).partition(f"\n\nTraceback of rank {error.rank}")[0]
     lines = [] if cause.code is None or isinstance(cause.code, int) else str(cause.code).splitlines()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dtorch_core import _notes
+from dtorch_core._groups import notes as _notes
 from dtorch_core.checks import plain_tensor
 from dtorch_core.errors import CollectiveMismatchError
 from dtorch_core.group import ThreadGroup

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dtorch_core._copies import copy_into
-from dtorch_core._member import normal_device
-from dtorch_core._topology import Member
+from dtorch_core._meeting.member import normal_device
+from dtorch_core._selection.topology import Member
 from dtorch_core.placement._agreement import checked
 from dtorch_core.placement._call import Call
 from dtorch_core.placement._exchange import convert

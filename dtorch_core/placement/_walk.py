@@ -12,10 +12,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from dtorch_core import _c10d, _notes
 from dtorch_core._copies import copy_into
-from dtorch_core._group_calls import Launch
-from dtorch_core._selector import spec_of
+from dtorch_core._groups import c10d
+from dtorch_core._groups import notes as _notes
+from dtorch_core._groups.group_calls import Launch
+from dtorch_core._selection.selector import spec_of
 from dtorch_core.errors import UnsupportedOperationError
 from dtorch_core.group import ThreadGroup
 from dtorch_core.placement._geometry import Geometry, Moves
@@ -98,21 +99,21 @@ class Walk:
         peers = group.process_group
         if step.kind == "all_reduce":
             total = held if owned else _copy(held)
-            return lambda t: _c10d.all_reduce(peers, total, _op(step), t), total
+            return lambda t: c10d.all_reduce(peers, total, _op(step), t), total
 
         self._check_uneven(group, moves)
         result = torch.empty(moves.shape, dtype=held.dtype, device=held.device)
         if step.kind == "reduce_scatter":
             terms = [_part(held, region) for region in moves.gives]
-            return lambda t: _c10d.reduce_scatter(peers, result, terms, _op(step), t), result
+            return lambda t: c10d.reduce_scatter(peers, result, terms, _op(step), t), result
 
         parts = [_part(result, region) for region in moves.gets]
         if step.kind == "all_gather":
             mine = _part(held, moves.gives[group.rank])
-            return lambda t: _c10d.all_gather(peers, parts, mine, t), result
+            return lambda t: c10d.all_gather(peers, parts, mine, t), result
 
         given = [_part(held, region) for region in moves.gives]
-        return lambda t: _c10d.all_to_all(peers, parts, given, t), result
+        return lambda t: c10d.all_to_all(peers, parts, given, t), result
 
     def _check_uneven(self, group: ThreadGroup, moves: Moves) -> None:
         if len({shape_of(region) for region in (*moves.gives, *moves.gets)}) > 1:

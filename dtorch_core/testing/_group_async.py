@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtorch_core._work import Work
+from dtorch_core._groups.work import Work
 from dtorch_core.errors import AbortedError, CollectiveMismatchError, StoreTimeoutError, UnsupportedOperationError
 from dtorch_core.group import ThreadGroup
 from dtorch_core.testing._group_base import COLLECTIVES, EACH, SHORT, Collective, GroupConformance, coded, same

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dtorch_core._copies import plain
-from dtorch_core._member import normal_device
-from dtorch_core._topology import Member, Topology
+from dtorch_core._meeting.member import normal_device
+from dtorch_core._selection.topology import Member, Topology
 from dtorch_core.group import ThreadGroup
 from dtorch_core.launcher import RankContext
 from dtorch_core.testing._harness import CUDA, Conformance, installed_spec, run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtorch_core._member import normal_device
+from dtorch_core._meeting.member import normal_device
 from dtorch_core.group import ThreadGroup
 from dtorch_core.testing._group_base import COLLECTIVES, EACH, Collective, GroupConformance, coded, same
 from dtorch_core.testing._harness import CUDA, Background, requires

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import pytest
 import torch
 
-from dtorch_core._member import normal_device
-from dtorch_core._reasons import CAPABILITIES, BackendSpec, Kind
-from dtorch_core._registry import registry
+from dtorch_core._meeting.member import normal_device
+from dtorch_core._selection.reasons import CAPABILITIES, BackendSpec, Kind
+from dtorch_core._selection.registry import registry
 from dtorch_core.errors import NoBackendError, StoreTimeoutError
 from dtorch_core.launcher import spawn
 from dtorch_core.testing._held import Held, left_behind

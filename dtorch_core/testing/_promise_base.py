@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dtorch_core._member import normal_device
+from dtorch_core._meeting.member import normal_device
 from dtorch_core.future import TensorFuture
 from dtorch_core.promise import TensorPromise, make_promise
 from dtorch_core.testing._harness import CUDA, Background, Conformance

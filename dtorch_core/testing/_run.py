@@ -14,7 +14,7 @@ from typing import Literal
 
 import pytest
 
-from dtorch_core._reasons import Kind
+from dtorch_core._selection.reasons import Kind
 from dtorch_core.errors import DtorchError
 from dtorch_core.testing._harness import TIMEOUT, installed_spec
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtorch_core._member import normal_device
+from dtorch_core._meeting.member import normal_device
 from dtorch_core.launcher import RankContext
 from dtorch_core.store import TensorStore
 from dtorch_core.testing._harness import CUDA, Conformance, run_ranks

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dtorch_core._reasons import Support
-from dtorch_core._selector import select
-from dtorch_core._topology import Topology, imagine
+from dtorch_core._selection.reasons import Support
+from dtorch_core._selection.selector import select
+from dtorch_core._selection.topology import Topology, imagine
 from dtorch_core.errors import NoBackendError, UnsupportedOperationError
 from dtorch_core.launcher import RankContext
 from dtorch_core.store import TensorStore

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dtorch_core._member import normal_device
+from dtorch_core._meeting.member import normal_device
 from dtorch_core.errors import UnsupportedOperationError
 from dtorch_core.store import TensorStore
 from dtorch_core.testing._harness import CUDA, requires, undeclared

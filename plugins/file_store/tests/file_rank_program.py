@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dtorch_core import open_group, open_store
-from dtorch_core._registry import registry
+from dtorch_core._selection.registry import registry
 
 NUMEL = 1 << 16
 """Elements of the tensors that are exchanged: too many to ride in a message."""

@@ -12,7 +12,8 @@ from dtorch_file_store import headroom, places, reach
 from dtorch_file_store.directory import ProcessInfo, SessionDirectory, clean_dead, report, sessions
 from dtorch_file_store.places import VARIABLE
 
-from dtorch_core import DtorchError, _catalogue
+from dtorch_core import DtorchError
+from dtorch_core._selection import catalogue
 from dtorch_core.cli import main
 
 with pytest.MonkeyPatch.context() as _patch:
@@ -139,7 +140,7 @@ class TestSessions:
 
 class TestReport:
     def test_doctor_knows_the_variables(self):
-        known = {name for name, text in _catalogue.VARIABLES.items() if "dtorch-file-store" in text}
+        known = {name for name, text in catalogue.VARIABLES.items() if "dtorch-file-store" in text}
         assert {VARIABLE, headroom.VARIABLE, reach.VARIABLE} == known
 
     def test_doctor_shows_it(self, base, other, capsys):

@@ -16,7 +16,7 @@ pool, ranks = processes.pool, processes.ranks  # fixtures
 
 pytest.importorskip("dtorch_samedevice_group")
 
-CORE, FILES = "dtorch_core._opening:", "dtorch_file_store.opening:"
+CORE, FILES = "dtorch_core._meeting.opening:", "dtorch_file_store.opening:"
 
 OPENING = {
     # when: where it is killed, what the place is called with then, and its rank where not every rank comes there.
@@ -97,7 +97,8 @@ class TestKillWhileOpening:
         """Its ranks know each other: nobody has to be told first who they are."""
         processes = ranks.opened(3, "group")
         for rank, process in enumerate(processes):
-            command = ("dies_splitting", "dtorch_core._meeting:Meeting.exchange", step) if rank == 2 else ("split",)
+            dies = "dies_splitting", "dtorch_core._meeting.meeting:Meeting.exchange", step
+            command = dies if rank == 2 else ("split",)
             process.tell(*command, [2, 0, 1])
 
         at = processes[2].answer()["at"]

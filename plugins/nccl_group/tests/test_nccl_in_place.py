@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtorch_core import PeerLostError, RankFailedError, StoreTimeoutError, _c10d
+from dtorch_core import PeerLostError, RankFailedError, StoreTimeoutError
+from dtorch_core._groups import c10d
 
 PROGRAM = Path(__file__).with_name("nccl_ranks.py")
 
@@ -28,13 +29,13 @@ def registered():
 def planned(monkeypatch):
     """The tensors of calls that were planned, of all ranks."""
     found = []
-    original = _c10d.all_reduce
+    original = c10d.all_reduce
 
     def all_reduce(group, tensor, op, terms):
         found.append(tensor)
         return original(group, tensor, op, terms)
 
-    monkeypatch.setattr(_c10d, "all_reduce", all_reduce)
+    monkeypatch.setattr(c10d, "all_reduce", all_reduce)
     return found
 
 

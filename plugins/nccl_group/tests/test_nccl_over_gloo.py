@@ -23,13 +23,13 @@ from dtorch_core import (
     RankFailedError,
     StoreTimeoutError,
     UnsupportedOperationError,
-    _c10d,
-    _notes,
     redistribute_mesh,
     spawn,
     use_backend,
 )
-from dtorch_core._extras import companion
+from dtorch_core._groups import c10d
+from dtorch_core._groups import notes as _notes
+from dtorch_core._groups.extras import companion
 from dtorch_core.testing import Background, ThreadGroupTests, run_ranks
 
 PROGRAM = Path(__file__).with_name("nccl_ranks.py")
@@ -486,7 +486,7 @@ class TestWithoutAStore:
 
     def test_sizes_may_take_no_longer_than_their_call(self, monkeypatch):
         limits, began = {0: [], 1: []}, []
-        seam, all_gather = ranks.gloo(), _c10d.all_gather
+        seam, all_gather = ranks.gloo(), c10d.all_gather
         seam.limit = lambda backend, seconds: limits[backend.rank()].append(seconds)
 
         def gathering(group, *args):
@@ -494,7 +494,7 @@ class TestWithoutAStore:
             return all_gather(group, *args)
 
         monkeypatch.setattr(factory, "nccl", seam)
-        monkeypatch.setattr(_c10d, "all_gather", gathering)
+        monkeypatch.setattr(c10d, "all_gather", gathering)
 
         def body(group):
             gathered = group.all_gather(part(group.rank, 1 + group.rank), timeout=7)
@@ -517,7 +517,7 @@ class TestWithoutAStore:
         def body(group):
             with monkeypatch.context() as patch:
                 patch.setattr(torch.Tensor, "is_cuda", True)
-                patch.setattr(_c10d, "all_gather", lambda *args: Ended())
+                patch.setattr(c10d, "all_gather", lambda *args: Ended())
                 with pytest.raises(RuntimeError, match="its time was over"):
                     _notes._as_bytes(group.process_group, "cpu", "text", 1.0)
 

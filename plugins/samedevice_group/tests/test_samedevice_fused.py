@@ -16,7 +16,8 @@ from dtorch_samedevice_group.fused_launch import MOST, Launcher
 from dtorch_samedevice_group.places import alignment, apart, step_of, word
 from dtorch_samedevice_group.recipes import Recipe, recipe
 
-from dtorch_core import DtorchError, _catalogue
+from dtorch_core import DtorchError
+from dtorch_core._selection import catalogue
 from dtorch_core.reduction import OPS, rule
 
 HERE = Path(__file__).parent
@@ -287,7 +288,7 @@ class TestLauncher:
         return Compiled()
 
     def test_doctor_knows_the_variable(self):
-        known = {name for name, text in _catalogue.VARIABLES.items() if "dtorch-samedevice-group" in text}
+        known = {name for name, text in catalogue.VARIABLES.items() if "dtorch-samedevice-group" in text}
         assert known == {fused_launch.VARIABLE}
 
     def test_environment_turns_it_off(self, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtorch_core import explain
-from dtorch_core._topology import imagine
+from dtorch_core._selection.topology import imagine
 
 PROGRAM = Path(__file__).with_name("torch_program.py")
 LIMIT = 120.0

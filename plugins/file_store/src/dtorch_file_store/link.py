@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from dtorch_core._deaths import LONGEST
+from dtorch_core._meeting.deaths import LONGEST
 from dtorch_core.errors import DtorchError
 from dtorch_file_store.wire import Message, Reader
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from dtorch_core import BackendContext, DtorchError, PeerLostError, StoreTimeoutError, Topology
-from dtorch_core._deaths import LONGEST, first_ended
+from dtorch_core._meeting.deaths import LONGEST, first_ended
 from dtorch_core._text import rank_list, seconds
 from dtorch_file_store.directory import SessionDirectory
 from dtorch_file_store.link import Link, ready

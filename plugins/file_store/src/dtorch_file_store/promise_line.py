@@ -120,7 +120,7 @@ class Line:
 
 def here() -> str:
     """Where an abstract socket is found: this machine, seen from the same containers."""
-    from dtorch_core._member import host
+    from dtorch_core._meeting.member import host
 
     try:
         network = os.readlink("/proc/self/ns/net")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from dtorch_core._deaths import LONGEST
+from dtorch_core._meeting.deaths import LONGEST
 from dtorch_file_store.link import Link, ready
 
 LOOKING = 100e-6

@@ -23,8 +23,8 @@ from dtorch_core import (
     PeerLostError,
     TensorStore,
 )
-from dtorch_core._foreign_work import Over
 from dtorch_core._goodbyes import say_elsewhere
+from dtorch_core._groups.foreign_work import Over
 from dtorch_nccl_group import traffic
 from dtorch_nccl_group.calls import Calls
 from dtorch_nccl_group.letters import TAG, Letters, Words

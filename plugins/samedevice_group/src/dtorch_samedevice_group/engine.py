@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import CollectiveMismatchError, TensorStore
-from dtorch_core._fingerprints import compare
+from dtorch_core._groups.fingerprints import compare
 from dtorch_core._text import describe_error
 from dtorch_core.declared import Declared, Result, Shapes
 from dtorch_core.joint import Offer, Ticket

@@ -19,7 +19,7 @@ from dtorch_samedevice_group.work import AllOf, Waited
 class TorchSide:
     """Mixed into the process group, before torch's class."""
 
-    # A backend that splits is asked in C++; dist.split_group asks this group another way (dtorch_core._torch_state).
+    # A backend that splits is asked in C++; dist.split_group asks this group another way (torch_state in the core).
     supports_splitting = False
     # It does, and gains nothing: batch_isend_irecv gives one Work for each message then, as on Gloo.
     supports_coalescing = False

@@ -1,0 +1,1 @@
+"""How the ranks of one opening find each other, and agree on what to open."""

@@ -1,0 +1,1 @@
+"""What is installed, and which of it is chosen, and why."""
