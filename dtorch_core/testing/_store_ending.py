@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from dtorch_core.errors import (
     AbortedError,
@@ -314,6 +315,7 @@ class EndingTests(StoreConformance):
                 lambda: store.src_wait_until_get_finished("k"),
                 store.barrier,
                 store.reset,
+                lambda: store.empty((2,), dtype=torch.float32),
             ):
                 with pytest.raises(AbortedError):
                     call()
@@ -427,6 +429,44 @@ class EndingTests(StoreConformance):
                     store.dest_get("never set")
 
         self.ranks(body, 3)
+
+    @pytest.mark.parametrize("how", ["closed", "in reset"])
+    def test_share_is_there_for_the_last_rank_that_is_left(self, how: str) -> None:
+        """Fewer shares than ranks that may want one, and neither the producer nor the third rank wants any more."""
+
+        def body(store: TensorStore) -> None:
+            for turn in range(20):
+                key = f"k{turn}"
+                if store.rank == 0:
+                    store.src_set(key, coded(turn, device=self.home), 1)
+                elif store.rank == 1:
+                    take(store, key, coded(turn, device=self.home))
+
+                if how == "closed":
+                    break
+
+                store.reset()
+
+            if how == "closed":
+                store.close()
+
+        for _ in range(1 if how == "in reset" else 10):
+            self.ranks(body, 3)
+
+    def test_abort_before_the_goodbye_is_what_the_others_hear(self) -> None:
+        def body(store: TensorStore) -> None:
+            store.barrier()
+            if store.rank == 0:
+                store.abort("the test wants it so")
+                store.close()
+                return
+
+            for wait in (_get, _barrier, _reset):
+                with pytest.raises((AbortedError, PeerLostError), match="the test wants it so"):
+                    wait(store)
+
+        for _ in range(10):
+            self.ranks(body, 3)
 
     def test_goodbye_after_finish_is_no_loss(self) -> None:
         """What a rank did before it left counts: its finish, and what it has published."""

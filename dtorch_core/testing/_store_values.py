@@ -466,10 +466,13 @@ class ValueTests(StoreConformance):
         gc.collect()
         assert memory[0]() is None
 
-    @pytest.mark.parametrize("what", ["sparse", "csr", "quantized", "nested", "meta", "wrapper", "list", "none"])
+    @pytest.mark.parametrize(
+        "what", ["sparse", "csr", "quantized", "seen as quantized", "nested", "meta", "wrapper", "list", "none"]
+    )
     def test_what_cannot_be_carried_is_refused_by_name(self, what: str) -> None:
         """In the caller, at src_set; the key is free afterwards."""
         named = {"sparse": "sparse", "csr": "sparse_csr", "list": "list", "none": "NoneType", "wrapper": "_Wrapper"}
+        named["seen as quantized"] = "quint8"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # prototypes, and on their way out
             odd = _odd(what)
@@ -517,6 +520,7 @@ def _odd(what: str) -> Any:  # noqa: ANN401
         "sparse": dense.to_sparse,
         "csr": dense.to_sparse_csr,
         "quantized": lambda: torch.quantize_per_tensor(dense, 0.5, 0, torch.quint8),
+        "seen as quantized": lambda: torch.arange(6, dtype=torch.uint8).view(torch.quint8),
         "nested": lambda: torch.nested.nested_tensor([dense[0], dense[1, :2]]),
         "meta": lambda: torch.empty(2, 3, device="meta"),
         "wrapper": lambda: _Wrapper.around(dense),

@@ -131,6 +131,9 @@ class ExampleStore(TensorStore):
                 self._all.barrier, self._all.reset, self._all.resets = Gate(), Gate(), self._all.resets + 1
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
+        with self._all.changed:
+            self._check_open()
+
         return torch.empty(tuple(size), dtype=dtype, device=device or self.device)
 
     def close(self) -> None:
