@@ -261,6 +261,13 @@ class ProcessRun:
                 self.failures.setdefault(rank, failure)
 
     def _died(self, process: RankProcess, status: str) -> None:
+        if self._settings.script is not None and process.began and process.succeeded:
+            # By os._exit(0), as scripts end that have no time for their exit handlers. It has no result to lose.
+            self._results.update({rank: bytearray(parcel.wrap(None)) for rank in process.unheard})
+            process.unheard.clear()
+            process.done = True
+            return
+
         ranks, world_size = sorted(process.unheard), len(self._devices)
         who = f"{rank_list(ranks)} of {world_size} (pid {process.pid})"
         if not process.began:

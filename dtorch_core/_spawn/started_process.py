@@ -82,6 +82,11 @@ class RankProcess:
 
         return f"was killed by {name}"
 
+    @property
+    def succeeded(self) -> bool:
+        """It has ended, with the exit status of a success."""
+        return self._exit_code() == 0
+
     def close(self) -> None:
         """Let go of what belongs to it. It has ended."""
         self.line.close()
