@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -54,7 +55,7 @@ def word_of(op: Op) -> str:
     return op
 
 
-class GroupCalls:
+class GroupCalls(ABC):
     """The base of :class:`ThreadGroup`: who the group is, and what its calls share."""
 
     def __init__(self, process_group: dist.ProcessGroup, ctx: BackendContext) -> None:
@@ -177,9 +178,9 @@ class GroupCalls:
             with suppress(Exception):
                 work.wait()
 
+    @abstractmethod
     def abort(self, reason: str = "", *, died: bool = False) -> None:
         """As :meth:`ThreadGroup.abort`."""
-        raise NotImplementedError
 
     def conduct(self, call: str, launch: Launch) -> None:
         """Call one of :mod:`dtorch_core._groups.c10d`'s collectives on the process group, and wait for it."""

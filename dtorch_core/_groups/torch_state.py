@@ -1,4 +1,4 @@
-"""What torch keeps to itself is touched here, and in :mod:`dtorch_core._groups.torch_kernels`, alone.
+"""What torch keeps to itself is touched here, in :mod:`dtorch_core._groups.torch_kernels` and ``sharded_tensors``.
 
 Each part looks for the feature, and says what it missed.
 
@@ -27,6 +27,9 @@ missed: list[str] = []
 
 _adapted: set[str] = set()
 
+_HANDING_OVER = "_set_forward_pass_work_handle"
+_NO_HANDING_OVER = f"torch's Reducer has no {_HANDING_OVER}(): DDP's join() does not serve groups of dtorch"
+
 _SINCE_2_14 = hasattr(distributed_c10d, "_NonGroupMember")
 """split_group keeps the order of the ranks, and returns what new_group does where this rank is in no part."""
 
@@ -46,7 +49,11 @@ def adapt() -> None:
 
 def missing() -> list[str]:
     """What :func:`adapt` would miss. Changes nothing."""
-    return [lack for lack in (_lack(*function) for function in _asked()) if lack is not None]
+    lacks = [_lack(*function) for function in _asked()]
+    if _handing_over() is None:
+        lacks.append(_NO_HANDING_OVER)
+
+    return [lack for lack in lacks if lack is not None]
 
 
 def _asked() -> tuple[tuple[str, str, Callable[..., Any]], ...]:
@@ -141,15 +148,13 @@ def _keep_works_of_reducers() -> None:
 
     One whose class is written in Python would be half a Work then: C++ would wait in the base class, for ever.
     """
-    name = "_set_forward_pass_work_handle"
-    if name in _adapted:
+    if _HANDING_OVER in _adapted:
         return
 
-    _adapted.add(name)
-    reducer: Any = getattr(torch._C._distributed_c10d, "Reducer", None)
-    original = getattr(reducer, name, None)
+    _adapted.add(_HANDING_OVER)
+    original = _handing_over()
     if original is None:
-        miss(f"torch's Reducer has no {name}(): DistributedDataParallel.join() does not serve groups of dtorch")
+        miss(_NO_HANDING_OVER)
         return
 
     given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -159,7 +164,12 @@ def _keep_works_of_reducers() -> None:
         given[self] = work  # the one before is not asked any more
         original(self, work, *args, **named)
 
-    setattr(reducer, name, method)
+    setattr(torch._C._distributed_c10d.Reducer, _HANDING_OVER, method)
+
+
+def _handing_over() -> Any:  # noqa: ANN401
+    """The method by which C++ gets the Work; None where torch has none of its name."""
+    return getattr(getattr(torch._C._distributed_c10d, "Reducer", None), _HANDING_OVER, None)
 
 
 def miss(text: str) -> None:

@@ -29,7 +29,7 @@ class Word(IntEnum):
     RESULT = 4
     """From a rank: what it returned, pickled."""
     FAILURE = 5
-    """From a rank: what it raised, as ``_parcel.wrap_error`` makes it."""
+    """From a rank: what it raised, as ``parcel.wrap_error`` makes it."""
     BUSY = 6
     """Of a rank: it was ended, and has not returned in time."""
     DONE = 7

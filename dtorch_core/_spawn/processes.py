@@ -47,7 +47,7 @@ _live: set[ProcessRun] = set()
 
 
 class ProcessRun:
-    """One spawn() over processes, to its caller what ``_ranks.Run`` is over threads."""
+    """One spawn() over processes, to its caller what ``ranks.Run`` is over threads."""
 
     def __init__(
         self,

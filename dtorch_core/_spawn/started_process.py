@@ -19,7 +19,7 @@ from dtorch_core._text import rank_list
 from dtorch_core.errors import UnsupportedOperationError
 
 SLACK = 1.0
-"""Seconds beyond ``_ranks.GRACE`` in which a process, on a busy machine, ends by itself."""
+"""Seconds beyond ``ranks.GRACE`` in which a process, on a busy machine, ends by itself."""
 
 UNGUARDED = 86
 """Exit status of an interpreter whose main module calls spawn() as it is imported."""

@@ -216,7 +216,7 @@ class Endings(ABC):
         if finish is not None:
             # Who left may have done its part of what is under way: that ends well by itself, and at once.
             name = f"{self._ctx.name} finishes"
-            finishing = threading.Thread(target=_quietly, args=(finish,), name=name, daemon=True)
+            finishing = threading.Thread(target=traffic.quietly, args=(finish,), name=name, daemon=True)
             finishing.start()
             finishing.join(SETTLING)
 
@@ -234,7 +234,7 @@ class Endings(ABC):
                 return
 
             ending = partial(end, self._backend)
-            self._ending = threading.Thread(target=_quietly, args=(ending,), name=name, daemon=True)
+            self._ending = threading.Thread(target=traffic.quietly, args=(ending,), name=name, daemon=True)
             self._ending.start()
 
     # What the others say
@@ -316,9 +316,3 @@ class Endings(ABC):
 
     def _label(self, call: str) -> str:
         return f"group {self._ctx.name!r}, rank {self._ctx.rank}, {call}"
-
-
-def _quietly(call: Callable[[], None]) -> None:
-    """What fails here has failed already."""
-    with suppress(RuntimeError):
-        call()

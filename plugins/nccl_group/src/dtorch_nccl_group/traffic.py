@@ -134,7 +134,7 @@ class Traffic:
 
 def _all_at_once(ends: list[End]) -> None:
     """NCCL's orderly end waits for all ranks of a process."""
-    threads = [threading.Thread(target=_quietly, args=(end,), name="ends NCCL", daemon=True) for end in ends]
+    threads = [threading.Thread(target=quietly, args=(end,), name="ends NCCL", daemon=True) for end in ends]
     for thread in threads:
         thread.start()
 
@@ -142,10 +142,10 @@ def _all_at_once(ends: list[End]) -> None:
         thread.join()
 
 
-def _quietly(end: End) -> None:
-    """What fails here has failed already."""
+def quietly(call: Callable[[], None]) -> None:
+    """Of an end: what fails here has failed already."""
     with suppress(RuntimeError):
-        end()
+        call()
 
 
 HERE = Traffic()
