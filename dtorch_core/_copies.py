@@ -37,6 +37,16 @@ def plain(tensor: Tensor) -> Tensor:
         return cloned(tensor, torch.contiguous_format)
 
 
+def bare(tensor: Tensor) -> Tensor:
+    """Its memory as it lies, without bits that say how to read it; the tensor itself where it has none."""
+    if not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+
+    memory = tensor.detach()
+    memory = memory.conj() if memory.is_conj() else memory
+    return torch._neg_view(memory) if memory.is_neg() else memory
+
+
 def _by_another_way(target: Tensor, source: Tensor) -> Tensor:
     if source.dtype != target.dtype:
         raise NotImplementedError(f"{source.dtype} can't be converted to {target.dtype}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtorch_core._copies import cloned, copy_into
+from dtorch_core._copies import bare, cloned, copy_into
 from dtorch_core._events import recorded
 
 DEFAULT = 0
@@ -51,7 +51,10 @@ def order_after(event: torch.cuda.Event | None, tensor: Tensor, stream: torch.cu
 def keep_until_done(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """Tell the allocator that ``stream`` uses the tensor: its memory is not handed out before that work is done."""
     if tensor.is_cuda:
-        tensor.record_stream(stream if stream is not None else torch.cuda.current_stream(tensor.device))
+        # Of a conjugate or negative view torch would make a copy, tell the allocator of that one's memory, and free the
+        # copy twice (seen with torch 2.11: the heap is damaged, and the process dies later and elsewhere).
+        memory = bare(tensor)
+        memory.record_stream(stream if stream is not None else torch.cuda.current_stream(tensor.device))
 
 
 def copy_to_device(

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from dtorch_core._copies import cloned, copy_into, plain
+from dtorch_core._copies import bare, cloned, copy_into, plain
 
 WITHOUT_KERNELS = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)]
 
@@ -61,3 +61,20 @@ def test_no_dtype_is_taken_for_another():
 def test_what_is_plain_is_not_copied():
     tensor = torch.arange(5)
     assert plain(tensor) is tensor
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_bare_memory(view):
+    values = torch.complex(torch.arange(5.0), torch.arange(5.0) + 10)
+    given = VIEWS[view](values)[1:4]
+    memory = bare(given)
+    assert (memory is given) == (view == "as it is")
+    assert memory.data_ptr() == given.data_ptr()
+    assert torch.equal(memory, values[1:4])
+    assert not memory.is_conj()
+    assert not memory.is_neg()
+
+
+def test_bare_memory_of_the_imaginary_part():
+    values = torch.complex(torch.arange(5.0), torch.arange(5.0) + 10)
+    assert torch.equal(bare(values.conj().imag), values.imag)
