@@ -86,6 +86,12 @@ class Tensor:
     def get_device(self):
         return self.index
 
+    def is_conj(self):
+        return False
+
+    def is_neg(self):
+        return False
+
     def record_stream(self, stream):
         self.gpus.kept.append((self, stream))
 
