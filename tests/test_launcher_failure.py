@@ -1,8 +1,10 @@
 """spawn: how a run of threads ends when a rank fails, hangs or is interrupted."""
 
+import gc
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,34 @@ driver = thread_runs.driver
 nothing_outlives_a_run = thread_runs.nothing_outlives_a_run
 
 
+class Held:
+    """Something that a rank has."""
+
+
 class TestFailure:
+    def test_what_failed_ranks_had_goes_with_the_error(self):
+        """Not only when Python's collector comes by: a promise that a failed rank held, say, is awaited by somebody."""
+        had = []
+
+        def failing_function(ctx):
+            mine = Held()
+            had.append(weakref.ref(mine))
+            store = ctx.open_store("k", timeout=LIMIT)
+            if ctx.rank == 1:
+                raise KeyError("lost on purpose")
+
+            store.dest_get("never set")
+
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(RankFailedError):
+                spawn(failing_function, 3)
+
+            assert [each() for each in had] == [None] * 3
+        finally:
+            gc.enable()
+
     def test_first_failure_ends_the_run_with_its_rank_and_traceback(self):
         def failing_function(ctx):
             store = ctx.open_store("k", timeout=LIMIT)

@@ -210,10 +210,13 @@ class Run:
                 scope.close()
 
     def join(self) -> None:
-        """Wait for the threads of ranks that have returned: they have nothing left to do."""
+        """Wait for the threads of ranks that have returned: they have nothing left to do. What failed is forgotten."""
         for rank, thread in self._threads.items():
             if rank not in self.busy:
                 thread.join(GRACE)
+
+        with self._changed:
+            self.failures.clear()  # their tracebacks lead back to here
 
     def first_failure(self) -> Failure:
         """Who failed first."""
@@ -264,3 +267,7 @@ class Run:
                     self.failures[rank] = error
 
                 self._changed.notify_all()
+
+            # Its traceback leads here. Such a circle would keep all that a failed rank had, promises that end with it
+            # too, until Python's collector comes by.
+            error = None
