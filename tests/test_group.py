@@ -52,6 +52,7 @@ class Plugin:
             BackendSpec("bare", f"{__name__}:open_gloo", probe, capabilities=frozenset({"cpu"})),
             BackendSpec("all", f"{__name__}:open_gloo", probe, capabilities=FEW | {"any_source", "split", "uneven"}),
             BackendSpec("uneven", f"{__name__}:open_gloo", probe, capabilities=FEW | {"uneven"}),
+            BackendSpec("bitwise", f"{__name__}:open_gloo", probe, capabilities=FEW | {"bitwise_ops"}),
             BackendSpec("text", f"{__name__}:open_something_else", probe),
         ]
 
@@ -375,6 +376,18 @@ class TestOps:
             return group.all_reduce(x, op).tolist(), scattered.tolist()
 
         assert on_ranks(body) == [([0.0, 1.0, 2.0, 3.0], [0.0, 1.0]), ([0.0, 1.0, 2.0, 3.0], [2.0, 3.0])]
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32], ids=str)
+    def test_bitwise_ops(self, dtype):
+        """By the rules of the table; of bool they are the logical ones."""
+        raw = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 0]])
+
+        def body(group):
+            return [group.all_reduce(raw[group.rank].to(dtype), op) for op in ("band", "bor", "bxor")]
+
+        wanted = [torch.tensor(bits).to(dtype) for bits in ([1, 0, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0])]
+        for found in on_ranks(body, 3, "bitwise"):
+            assert all(map(torch.equal, found, wanted))
 
     @pytest.mark.parametrize(
         ("op", "error", "match"),

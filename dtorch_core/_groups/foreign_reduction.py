@@ -23,7 +23,8 @@ Turn = Callable[[Tensor], Tensor]
 _TOP_BIT = -(2**63)
 _HALF = (torch.float16, torch.bfloat16)
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-_BOOL = {"sum": "max", "product": "min", "min": "min", "max": "max"}
+_BITWISE = ("band", "bor", "bxor")
+_BOOL = {"sum": "max", "product": "min", "min": "min", "max": "max"} | {op: op for op in _BITWISE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def recipe(op: str, dtype: torch.dtype, world_size: int) -> Recipe:
     if dtype is torch.bool:
         return Recipe(_BOOL[op], lambda x: plain(x).to(torch.uint8), lambda y, n: y)
 
-    if op in ("band", "bor", "bxor"):
+    if op in _BITWISE:
         return Recipe(op)
 
     if dtype.is_complex:
