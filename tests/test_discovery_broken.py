@@ -31,7 +31,10 @@ BROKEN = {
         ["E: its message can't be printed"],
     ),
     "raises no Exception": ("class E(BaseException): ...\nraise E('base')", ["E: base"]),
-    "imports what is not there": ("import no_such_module_of_ours", ["No module named 'no_such_module_of_ours'"]),
+    "imports what is not there": (
+        "import no_such_module_of_ours",
+        ["No module named 'no_such_module_of_ours'", "`pip check` names"],
+    ),
     "exits at import": ("import sys\nsys.exit(3)", ["SystemExit: 3"]),
     "has a syntax error": ("def broken(:", ["SyntaxError"]),
     "exits in a hook": (hook("raise SystemExit(4)"), ["dtorch_register_tensor_stores: SystemExit: 4"]),
@@ -58,7 +61,7 @@ BROKEN = {
     ),
     "has a hook with wrong arguments": (
         hook("return []", arguments="topology"),
-        ["dtorch_register_tensor_stores", "topology", "can not be found"],
+        ["dtorch_register_tensor_stores takes topology, which can not be found", "given no arguments (/", ".py:"],
     ),
     "has no hook": ("x = 1", ["implements no hook", "@hookimpl"]),
     "forgets to mark its hook": (

@@ -125,6 +125,15 @@ class TestCaller:
         assert "Put the call under if __name__ == '__main__':" in last
         assert stderr.count("Traceback") == 1
 
+    def test_function_that_is_defined_under_the_guard_is_told_so(self, script):
+        process = script(before="""def rank(ctx): pass
+    rank.__qualname__ = rank.__name__ = "guarded"
+    guarded = rank""")
+        _, stderr = process.communicate(timeout=LIMIT)
+        assert process.returncode == 1
+        assert "TypeError: spawn: a process of its own does not find what the ranks do: Can't get attribute" in stderr
+        assert "outside of if __name__ == '__main__':, or use ranks_as='threads'" in stderr
+
     def test_main_module_that_can_not_be_imported_again(self, script):
         process = script(guard="if __name__ != '__main__': sys.exit(7)\nelse:")
         _, stderr = process.communicate(timeout=LIMIT)

@@ -6,6 +6,7 @@ pluggy still checks each plugin: in a manager of its own, where half a registrat
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ import pluggy
 from dtorch_core import hookspecs
 from dtorch_core._selection import catalogue
 from dtorch_core._selection.reasons import CAPABILITIES, BackendSpec, Kind
-from dtorch_core._text import canonical, describe_error, did_you_mean, one_line
+from dtorch_core._text import canonical, describe_error, did_you_mean, one_line, root_cause
 from dtorch_core.errors import PluginError, PluginVersionError
 
 REGISTRATION_HOOKS: dict[Kind, str] = {
@@ -175,7 +176,9 @@ def _load_one(source: Source) -> Plugin:
 def _loaded(source: Source) -> Plugin:
     module, error = guarded(source.load)
     if error is not None:
-        return _plugin(source, "broken", describe_error(error), error=error)
+        missing = isinstance(root_cause(error), ModuleNotFoundError)
+        why = describe_error(error) + ("; `pip check` names what is not installed" if missing else "")
+        return _plugin(source, "broken", why, error=error)
 
     calls, error = guarded(_hook_calls, module)
     if calls is None or error is not None:
@@ -204,7 +207,11 @@ def _hook_calls(module: object) -> dict[str, tuple[Call, ...]]:
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
-    manager.register(module)
+    try:
+        manager.register(module)
+    except pluggy.PluginValidationError as error:
+        raise PluginError(_wrong_arguments(module) or str(error)) from error
+
     calls: dict[str, tuple[Call, ...]] = {}
     for caller in manager.get_hookcallers(module) or ():
         impls = caller.get_hookimpls()
@@ -228,6 +235,21 @@ def _hook_calls(module: object) -> dict[str, tuple[Call, ...]]:
         raise PluginError("implements no hook; mark its functions with @hookimpl")
 
     return calls
+
+
+def _wrong_arguments(module: object) -> str:
+    """The first hook that takes what it is not given, and where that is."""
+    for name in dir(module):
+        function, spec = getattr(module, name), getattr(hookspecs, name, None)
+        if inspect.isfunction(function) and inspect.isfunction(spec):
+            given, code = list(inspect.signature(spec).parameters), function.__code__
+            wrong = [parameter for parameter in inspect.signature(function).parameters if parameter not in given]
+            if wrong:
+                takes = f"takes {', '.join(wrong)}, which can not be found in the hook's specification"
+                what = f"it is given {', '.join(given)}" if given else "it is given no arguments"
+                return f"{name} {takes}: {what} ({code.co_filename}:{code.co_firstlineno})"
+
+    return ""
 
 
 def _is_unmarked(module: object, name: str) -> bool:

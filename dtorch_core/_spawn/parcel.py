@@ -86,6 +86,23 @@ def unwrap(parcel: bytes | bytearray) -> Any:  # noqa: ANN401 - whatever was wra
     return pickle.loads(parcel)
 
 
+def unwrap_work(parcel: bytes | bytearray) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What :class:`Work` has sent.
+
+    :raises TypeError: if it is not found here, where the modules were imported anew.
+    """
+    try:
+        fn, args = unwrap(parcel)
+    except (AttributeError, ImportError) as error:
+        raise TypeError(
+            f"spawn: a process of its own does not find what the ranks do: {one_line(str(error))}. It imports the "
+            f"modules anew, and the main one not as '__main__': define there what ranks need, outside of "
+            f"if __name__ == '__main__':, or use ranks_as='threads'"
+        ) from error
+
+    return fn, args
+
+
 class Work:
     """What every rank does. It stays behind when it is pickled: ``parcel`` is for the line.
 

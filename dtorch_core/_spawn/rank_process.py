@@ -155,7 +155,7 @@ class _Caller:
 
 def _run(plan: Plan, caller: _Caller) -> Run:
     """The run, once it is over."""
-    fn, args = parcel.unwrap(caller.work.result())
+    fn, args = parcel.unwrap_work(caller.work.result())
     rendezvous = dist.TCPStore("127.0.0.1", plan.port, is_master=False, wait_for_workers=False)
 
     def call(scope: Scope) -> bytes:
