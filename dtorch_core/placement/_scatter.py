@@ -33,7 +33,7 @@ def scatter_tensor(
     :raises TypeError, ValueError: on every rank, if mesh, placements and ``src`` don't fit each other or the tensor.
     :raises UnsupportedOperationError: for another kind of placement.
     :raises UnsupportedTensorError: if ``full`` can't be carried, or has no such Partial.
-    :raises CollectiveMismatchError: if the ranks passed different arguments.
+    :raises CollectiveMismatchError: if the ranks passed different arguments; on those that find out.
     """
     call = Call(store, "scatter_tensor")
     grid = Mesh.read(mesh, store.world_size, call.what)
