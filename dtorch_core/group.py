@@ -20,7 +20,6 @@ from dtorch_core._context import BackendContext
 from dtorch_core._copies import copy_into
 from dtorch_core._groups import c10d
 from dtorch_core._groups import p2p as _p2p
-from dtorch_core._groups.extras import extras
 from dtorch_core._groups.foreign_work import Over
 from dtorch_core._groups.group_calls import GroupCalls, Op, Prepared, word_of
 from dtorch_core._groups.work import Work
@@ -41,6 +40,7 @@ from dtorch_core._shapes import (
 from dtorch_core._text import not_copied
 from dtorch_core.checks import check_written, plain_tensor
 from dtorch_core.errors import PluginError
+from dtorch_core.extras import end, extras
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -452,7 +452,7 @@ class ThreadGroup(GroupCalls):
         if own is not None:
             own.abort(reason, died=died)
         else:
-            self.process_group.abort()
+            end(self.process_group, reason or f"rank {self.rank} aborted the group {self.name!r}", died=died)
 
     def close(self) -> None:
         """Leave. Local, and may be repeated.

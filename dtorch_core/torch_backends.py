@@ -63,8 +63,8 @@ def _opened(name: str, opts: Any) -> dist.ProcessGroup:  # noqa: ANN401
     """c10d's creator: the ranks meet through the store that it brings."""
     from dtorch_core._groups import sharded_tensors
     from dtorch_core._groups import torch_kernels as _torch_kernels
-    from dtorch_core._groups.extras import companion
     from dtorch_core._meeting.opening import open_backend
+    from dtorch_core.extras import companion
 
     _torch_kernels.serve(DEVICES)
     sharded_tensors.adapt()

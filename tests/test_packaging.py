@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 FOLDERS = {"dtorch_core": ROOT, **{f"dtorch_{name}": ROOT / "plugins" / name for name in PLUGINS}}
 """Where each distribution lives, by its import name."""
-EXAMPLE = ROOT / "examples" / "dtorch_example_store"
+EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
 WITHOUT_TORCH = ("pluggy", "importlib-metadata")
 WITH_TORCH = (*WITHOUT_TORCH, "torch", "pytest")
 
@@ -112,10 +112,10 @@ class Environment:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel of every distribution, the third-party example's too."""
+    """A folder with the wheel of every distribution, the third-party examples' too."""
     folder = tmp_path_factory.mktemp("wheels")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    succeed([*build, "--wheel-dir", str(folder), *map(str, [*FOLDERS.values(), EXAMPLE])], cwd=folder)
+    succeed([*build, "--wheel-dir", str(folder), *map(str, [*FOLDERS.values(), *EXAMPLES])], cwd=folder)
     return folder
 
 
@@ -314,6 +314,14 @@ class TestThirdParty:
         opened = environment.run(OPEN_ON_TWO_RANKS.format(what="open_store('s', backend='example')"))
         assert "opened example" in opened
         checked = environment.dtorch("check", "example")
+        assert checked.returncode == 0, f"{checked.stdout}\n{checked.stderr}"
+
+    def test_example_group_works_without_a_store_and_passes_the_check(self, environment: Environment) -> None:
+        environment.install("dtorch-example-group")
+        assert_clean(environment, {"dtorch-core", "dtorch-example-group"})
+        opened = environment.run(OPEN_ON_TWO_RANKS.format(what="open_group('g')"))
+        assert "opened example" in opened
+        checked = environment.dtorch("check", "example", "--kind", "group")
         assert checked.returncode == 0, f"{checked.stdout}\n{checked.stderr}"
 
 

@@ -2,8 +2,7 @@
 
 Many groups read and write a tensor's memory as if it were contiguous, and are wrong in silence where it is not; know
 few dtypes; take tensors of one size only; and reduce by rules of their own. A group without
-:mod:`dtorch_core._groups.extras` gets stand-ins instead, and results are put to where they belong when the Work is
-waited for.
+:mod:`dtorch_core.extras` gets stand-ins instead, and results are put to where they belong when the Work is waited for.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from dtorch_core._copies import plain
-from dtorch_core._groups.extras import extras
 from dtorch_core._groups.foreign_reduction import Recipe, recipe
 from dtorch_core._groups.foreign_work import ForeignWork
 from dtorch_core._groups.stand_ins import AS_THEY_ARE, Layouts, StandIns, as_carried, as_one
+from dtorch_core.extras import extras
 from dtorch_core.reduction import rule
 
 OPS = {
@@ -97,13 +96,11 @@ def all_gather(group: dist.ProcessGroup, outputs: Sequence[Tensor], tensor: Tens
     def call(lay: Layouts) -> dist.Work:
         given, taken = lay.inputs([tensor]), lay.outputs(outputs)
         whole = as_one(taken) if isinstance(lay, StandIns) else None
-        if whole is None:
+        single = None if whole is None else _single(group, "all_gather_single", "_allgather_base")
+        if single is None:
             return group.allgather([taken], given, options("AllgatherOptions", *terms))
 
-        # Without a copy of the whole.
-        return _single(group, "all_gather_single", "_allgather_base")(
-            whole, given[0].view(-1), options("AllgatherOptions", *terms)
-        )
+        return single(whole, given[0].view(-1), options("AllgatherOptions", *terms))  # without a copy of the whole
 
     return _called(group, terms, call)
 
@@ -121,14 +118,16 @@ def reduce_scatter(
 
     opts.reduceOp = OPS[how.op]
     lay = StandIns()
-    given = [_there(how, tensor) for tensor in inputs]
+    values = [_there(how, tensor) for tensor in inputs]
+    given = [as_carried(tensor) for tensor in values]
     if how.there is None and not _differ(given):
         taken = lay.outputs([output])[0]
         whole = as_one(given)
-        if whole is None:
+        single = None if whole is None else _single(group, "reduce_scatter_single", "_reduce_scatter_base")
+        if single is None:
             work = group.reduce_scatter([taken], [given], opts)
         else:
-            work = _single(group, "reduce_scatter_single", "_reduce_scatter_base")(taken.view(-1), whole, opts)
+            work = single(taken.view(-1), whole, opts)
 
         _in_place(lay, how, output, len(inputs))
         return _foreign(work, terms, lay, lazy=group.name() == "gloo")
@@ -142,15 +141,16 @@ def reduce_scatter(
 
     taken = mine.new_empty(size)
     work = group.reduce_scatter([taken], [list(padded)], opts)
-    _back(lay, how, output, lambda: taken[: mine.numel()].view(mine.shape), len(inputs))
+    like = values[group.rank()]
+    _back(lay, how, output, lambda: taken[: mine.numel()].view(like.dtype).view(like.shape), len(inputs))
     return _foreign(work, terms, lay, lazy=group.name() == "gloo")
 
 
 def all_to_all(
     group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], terms: Terms
 ) -> dist.Work:
-    if extras(group) is None and group.name() == "gloo":
-        return _all_to_all_single(group, outputs, inputs, terms)  # its lists are of tensors of one size
+    if extras(group) is None and (group.name() == "gloo" or not _offers(group, "alltoall")):
+        return _all_to_all_single(group, outputs, inputs, terms)  # Gloo's lists are of tensors of one size
 
     opts = options("AllToAllOptions", *terms)
     try:
@@ -171,7 +171,7 @@ def _all_to_all_single(
     taken = lay.joined(outputs)
     each = 1 if taken.dtype == outputs[0].dtype else outputs[0].element_size()
     arriving, leaving = ([tensor.numel() * each for tensor in tensors] for tensors in (outputs, inputs))
-    exchange = _single(group, "all_to_all_single", "alltoall_base")
+    exchange = _single(group, "all_to_all_single", "alltoall_base") or group.alltoall_base
     return _foreign(exchange(taken, given, arriving, leaving, options("AllToAllOptions", *terms)), terms, lay)
 
 
@@ -300,10 +300,16 @@ def _differ(tensors: Sequence[Tensor]) -> bool:
     return len({tensor.numel() for tensor in tensors}) > 1
 
 
-def _single(group: dist.ProcessGroup, name: str, older: str) -> Callable[..., dist.Work]:
-    """A method under its name, or the one that it had up to torch 2.12."""
-    method: Callable[..., dist.Work] | None = getattr(group, name, None)
-    return getattr(group, older) if method is None else method
+def _single(group: dist.ProcessGroup, name: str, older: str) -> Callable[..., dist.Work] | None:
+    """A method under its name, or the one that it had up to torch 2.12; None where a group of Python has neither."""
+    return next((getattr(group, each) for each in (name, older) if _offers(group, each)), None)
+
+
+def _offers(group: dist.ProcessGroup, name: str) -> bool:
+    """A class of Python inherits every method of c10d's, and can do those that it has itself."""
+    kind = type(group)
+    method = getattr(kind, name, None)
+    return method is not None and (kind is dist.ProcessGroup or method is not getattr(dist.ProcessGroup, name, None))
 
 
 def _foreign(

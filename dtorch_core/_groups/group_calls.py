@@ -16,7 +16,6 @@ from torch import Tensor
 from dtorch_core._context import BackendContext
 from dtorch_core._groups import c10d
 from dtorch_core._groups import notes as _notes
-from dtorch_core._groups.extras import companion, extras
 from dtorch_core._groups.in_place import InPlace
 from dtorch_core._groups.notes import Notes
 from dtorch_core._groups.order import Turn
@@ -26,6 +25,7 @@ from dtorch_core._shapes import Shape, describe
 from dtorch_core._text import did_you_mean, interruption, rank_list
 from dtorch_core.checks import LONGEST, check_tensor
 from dtorch_core.errors import DtorchError, UnsupportedOperationError, UnsupportedTensorError
+from dtorch_core.extras import companion, extras
 from dtorch_core.recorder import recorder_for
 from dtorch_core.reduction import OPS, rule
 
@@ -39,7 +39,27 @@ Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 _WORDS = {op.value: word for word, op in c10d.OPS.items()} | {dist.ReduceOp.PREMUL_SUM.value: "premul_sum"}
 _KNOWN = [op for op in OPS if op != "premul_sum"]
+_INSTEAD = {
+    "uneven": "give every rank a shard of one size (pad the small ones)",
+    "bitwise_ops": "all_gather the tensors and combine them",
+    "async": "call it without async_op",
+    "p2p": "hand the tensor over with a store (open_store)",
+    "any_source": "name the source",
+    "tags": "leave the tag at 0",
+    "self_send": "keep the tensor, which needs no message",
+    "split": "let the ranks of the part open a group of their own (open_group)",
+}
+"""The way out for who calls what a backend does not declare."""
 _OTHER_NAMES = {"mean": "avg", "average": "avg", "prod": "product", "mul": "product", "add": "sum"}
+
+
+def not_declared(capability: str) -> str:
+    """Ends a message that begins with the backend."""
+    instead = _INSTEAD.get(capability, "move the tensor to the rank's device")
+    return (
+        f"does not declare {capability!r}; {instead}, or use another backend (dtorch explain --kind group shows which "
+        f"there are)"
+    )
 
 
 def word_of(op: Op) -> str:
@@ -314,5 +334,5 @@ class GroupCalls(ABC):
     def _need(self, capability: str, call: str) -> None:
         if capability not in self._capabilities:
             raise UnsupportedOperationError(
-                f"{self._label(call)}: backend {self.backend!r} does not declare {capability!r}"
+                f"{self._label(call)}: backend {self.backend!r} {not_declared(capability)}"
             )

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dtorch_core._context import BackendContext
 from dtorch_core._groups import c10d
-from dtorch_core._groups.extras import Companion
 from dtorch_core._groups.foreign_reduction import recipe
 from dtorch_core._groups.foreign_work import ForeignWork, Queued
 from dtorch_core._groups.stand_ins import CARRIED
 from dtorch_core._text import interruption
+from dtorch_core.extras import Companion
 
 _MOST = 1000
 """Forms that are remembered."""

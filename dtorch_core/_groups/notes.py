@@ -1,6 +1,6 @@
 """Every rank's text to every rank of a process group: how shapes that may differ become known.
 
-A group that can pass texts beside its tensors does so (see :mod:`dtorch_core._groups.extras`); any other one carries
+A group that can pass texts beside its tensors does so (see :mod:`dtorch_core.extras`); any other one carries
 them as bytes in two all_gathers on its device.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtorch_core._groups import c10d
-from dtorch_core._groups.extras import Place, companion, extras, texts_of
+from dtorch_core.extras import Place, companion, extras, texts_of
 from dtorch_core.joint import Ticket
 
 

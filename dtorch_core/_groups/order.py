@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from dtorch_core._futures import settle_after
-from dtorch_core._groups.extras import Place, texts_of
 from dtorch_core._text import seconds
 from dtorch_core.errors import StoreTimeoutError
+from dtorch_core.extras import Place, texts_of
 from dtorch_core.joint import Ticket
 
 

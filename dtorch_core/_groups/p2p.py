@@ -1,7 +1,7 @@
 """Messages of any shape over a c10d process group.
 
 A group that can receive without knowing the shape does so, or who stands beside it (see
-:mod:`dtorch_core._groups.extras`); over any other one a header with the shape goes first.
+:mod:`dtorch_core.extras`); over any other one a header with the shape goes first.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dtorch_core._copies import copy_into, plain
 from dtorch_core._futures import future_of
-from dtorch_core._groups.extras import Companion, extras
 from dtorch_core._groups.foreign_work import ForeignWork
 from dtorch_core._groups.stand_ins import as_carried
 from dtorch_core._shapes import Shape, describe
 from dtorch_core.errors import CollectiveMismatchError
+from dtorch_core.extras import Companion, extras
 
 _HEADER = 66
 """Numbers in a header: dtype, dims, and as many sizes as a tensor can have."""

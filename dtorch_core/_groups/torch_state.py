@@ -132,7 +132,7 @@ def _ask_the_companion(name: str, ours: Callable[[Any], None]) -> None:
 
     @functools.wraps(original)
     def method(self: Any) -> None:  # noqa: ANN401
-        from dtorch_core._groups.extras import companion
+        from dtorch_core.extras import companion
 
         beside = companion(self)
         if beside is None:
@@ -180,14 +180,14 @@ def miss(text: str) -> None:
 
 def is_ours(group: object) -> bool:
     """A process group of this project's kind: it has the methods that are called here."""
-    from dtorch_core._groups.extras import extras
+    from dtorch_core.extras import extras
 
     return isinstance(group, torch.distributed.ProcessGroup) and extras(group) is not None
 
 
 def is_accompanied(group: object) -> bool:
     """A process group of torch's own, made by a backend of this project."""
-    from dtorch_core._groups.extras import companion
+    from dtorch_core.extras import companion
 
     return isinstance(group, torch.distributed.ProcessGroup) and companion(group) is not None
 
@@ -216,7 +216,7 @@ def _split_group(
     group_desc: str | None = None,
 ) -> Any:  # noqa: ANN401
     """c10d's own split wants an accelerator that is bound to the default group. Ranks are those of the parent."""
-    from dtorch_core._groups.extras import companion
+    from dtorch_core.extras import companion
 
     world: Any = distributed_c10d._world
     if parent not in world.pg_map:

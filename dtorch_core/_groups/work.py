@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from dtorch_core._futures import settle_after
-from dtorch_core._groups.extras import Companion
 from dtorch_core._groups.notes import Notes
 from dtorch_core._groups.order import Turn
 from dtorch_core.checks import check_timeout
 from dtorch_core.errors import DtorchError, StoreTimeoutError
+from dtorch_core.extras import Companion
 from dtorch_core.recorder import Entry, Recorder
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from torch import Tensor
 from dtorch_core._copies import copy_into
 from dtorch_core._groups import c10d
 from dtorch_core._groups import notes as _notes
-from dtorch_core._groups.group_calls import Launch
+from dtorch_core._groups.group_calls import Launch, not_declared
 from dtorch_core._selection.selector import spec_of
 from dtorch_core.errors import UnsupportedOperationError
 from dtorch_core.group import ThreadGroup
@@ -127,7 +127,7 @@ def need(group: ThreadGroup, capability: str, call: str) -> None:
     """
     if capability not in spec_of(group.selection).capabilities:
         raise UnsupportedOperationError(
-            f"{call}: the backend {group.backend!r} of group {group.name!r} does not declare {capability!r}"
+            f"{call}: the backend {group.backend!r} of group {group.name!r} {not_declared(capability)}"
         )
 
 

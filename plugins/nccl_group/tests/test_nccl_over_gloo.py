@@ -29,7 +29,7 @@ from dtorch_core import (
 )
 from dtorch_core._groups import c10d
 from dtorch_core._groups import notes as _notes
-from dtorch_core._groups.extras import companion
+from dtorch_core.extras import companion
 from dtorch_core.testing import Background, ThreadGroupTests, run_ranks
 
 PROGRAM = Path(__file__).with_name("nccl_ranks.py")

@@ -14,7 +14,7 @@ from dtorch_nccl_group import traffic
 from dtorch_nccl_group.traffic import Traffic
 
 from dtorch_core import PeerLostError, open_group
-from dtorch_core._groups.extras import companion
+from dtorch_core.extras import companion
 from dtorch_core.testing import Background, asleep, run_ranks
 
 _spec = importlib.util.spec_from_file_location("nccl_ranks", Path(__file__).with_name("nccl_ranks.py"))

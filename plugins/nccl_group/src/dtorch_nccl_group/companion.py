@@ -25,12 +25,12 @@ from dtorch_core import (
     TensorStore,
     open_store,
 )
-from dtorch_core._groups.extras import Place
 from dtorch_core._groups.fingerprints import compare
 from dtorch_core._groups.foreign_work import Over
 from dtorch_core._groups.order import LaunchOrder, Turn
 from dtorch_core._text import describe_error, one_line
 from dtorch_core.declared import Declared, Result, Shapes
+from dtorch_core.extras import Place
 from dtorch_core.joint import Offer, Task, Ticket
 from dtorch_nccl_group.endings import Endings
 from dtorch_nccl_group.messages import MessageWork

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from dtorch_core import BackendContext, TensorStore, explain
-from dtorch_core._groups.extras import accompany
 from dtorch_core._groups.order import LaunchOrder
+from dtorch_core.extras import accompany
 from dtorch_nccl_group import torch_nccl as nccl
 from dtorch_nccl_group import traffic
 from dtorch_nccl_group.companion import NcclCompanion

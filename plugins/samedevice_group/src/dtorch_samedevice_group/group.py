@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtorch_core import BackendContext, TensorStore, UnsupportedOperationError
-from dtorch_core._groups.extras import Place
 from dtorch_core._groups.uncompiled import code_of, leave_uncompiled
 from dtorch_core._selection.selector import spec_of
 from dtorch_core._shapes import describe, describe_all
 from dtorch_core.checks import check_tensor, check_written
+from dtorch_core.extras import Place
 from dtorch_core.joint import Ticket
 from dtorch_core.reduction import rule
 from dtorch_samedevice_group import collectives, repeats
@@ -216,7 +216,7 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         """How many collectives this rank has begun; equal on ranks that are equally far."""
         return self._engine.number
 
-    # What the core uses besides c10d's methods (dtorch_core._groups.extras)
+    # What the core uses besides c10d's methods (dtorch_core.extras)
 
     def post_notes(self, same: str, call: str, text: str) -> tuple[Ticket, Place]:
         return self._engine.post_note(same, call, text)

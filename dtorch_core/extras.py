@@ -1,11 +1,13 @@
-"""What a process group may offer besides c10d's methods, and what the core does without it.
+"""What a process group may offer besides c10d's methods, and what the core does without it. For authors of groups.
 
-A group of this project's kind has it all itself (:class:`Extras`). Beside one that torch made, whose class is torch's
-own, stands a :class:`Companion`.
+Any group may let its ``abort`` take the reason, as :meth:`Speaks.abort` does: it is then told why, and whether a rank
+died. One that has all of :class:`Extras` can declare ``mismatch``, too. Beside a group that torch made, whose class is
+torch's own, stands a :class:`Companion`.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -36,7 +38,11 @@ class Speaks(Protocol):
         """A Work whose result is the next message of ``src``, whatever its shape, and that can be cancelled."""
 
     def abort(self, reason: str = "", *, died: bool = False) -> None:
-        """c10d's ``abort``, with a reason, and whether this rank died."""
+        """c10d's ``abort``: end every call of the group, on every rank, now and later.
+
+        :param reason: what those calls raise, as an AbortedError.
+        :param died: this rank failed: they raise PeerLostError.
+        """
 
 
 @runtime_checkable
@@ -126,6 +132,26 @@ def accompany(group: dist.ProcessGroup, beside: Companion) -> None:
     scope = _scope.current()
     if scope is not None:
         scope.add(beside)
+
+
+def end(group: dist.ProcessGroup, reason: str, *, died: bool) -> None:
+    """Abort a group, which is told why if it lets itself be."""
+    kind: Any = type(group)
+    if takes_reason(kind):
+        cast(Speaks, group).abort(reason, died=died)
+    else:
+        group.abort()
+
+
+@cache
+def takes_reason(kind: type) -> bool:
+    """Its ``abort`` can be called as :meth:`Speaks.abort`; c10d's own can't."""
+    try:
+        inspect.signature(getattr(kind, "abort", None)).bind(None, "", died=True)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # one that is not written in Python tells nothing of itself
+        return False
+
+    return True
 
 
 def texts_of(ticket: Ticket) -> Sequence[str]:

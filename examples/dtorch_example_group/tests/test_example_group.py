@@ -1,0 +1,5 @@
+from dtorch_core.testing import ThreadGroupTests
+
+
+class TestExampleGroup(ThreadGroupTests):
+    backend = "example"
