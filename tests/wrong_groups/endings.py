@@ -3,7 +3,9 @@
 import threading
 import time
 
+import torch
 from dtorch_samedevice_group.group import SameDeviceProcessGroup
+from dtorch_samedevice_group.work import SendWork
 
 from dtorch_core import StoreTimeoutError
 
@@ -54,6 +56,27 @@ class EndsForAllAtTheFirstDeadline(Works):
                     waiter.wake()
 
                 raise
+
+
+@wrong("test_barrier_lets_nobody_through_before_all_have_come[2]")
+class HasABarrierThatIsOpen(SameDeviceProcessGroup):
+    def barrier(self, *args, **named):
+        return SendWork()
+
+
+@wrong("test_barrier_lets_nobody_through_before_all_have_come[3]")
+class HasABarrierForTheFirstRankAlone(SameDeviceProcessGroup):
+    """All wait for rank 0, and nobody for the others."""
+
+    def barrier(self, *args, **named):
+        if self.rank() == 0:
+            for rank in range(1, self.size()):
+                self.send([torch.zeros(1)], rank, 99)
+
+            return SendWork()
+
+        self.recv([torch.zeros(1)], 0, 99).wait()
+        return SendWork()
 
 
 @wrong("test_abort_wakes_every_rank_now_and_later[all_to_all_list]")
