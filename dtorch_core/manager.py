@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from dtorch_core import _scope
+from dtorch_core._meeting.opening import check_timeout
+from dtorch_core._meeting.world import Part, World
 from dtorch_core._text import not_copied, rank_list
 from dtorch_core.errors import AbortedError
 from dtorch_core.group import ThreadGroup, open_group
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
 class ThreadGroupManager:
     """One rank's groups. Thread-safe: threads that ask for one combination at the same time get one group.
 
-    The parameters are those of :func:`dtorch_core.open_group`, for every group that it opens.
+    The parameters are those of :func:`dtorch_core.open_group`, for every group that it opens. The rendezvous is that of
+    all ranks, whichever of them open a group: with ``tcp://`` or ``env://``, rank 0 serves it from here on until its
+    process ends.
+
+    :raises DtorchError: if this is rank 0, and it can't serve the rendezvous.
     """
 
     def __init__(
@@ -40,16 +46,13 @@ class ThreadGroupManager:
         if not 0 <= rank < world_size:
             raise ValueError(f"ThreadGroupManager: rank {rank} is not one of {world_size} ranks")
 
+        check_timeout(f"ThreadGroupManager {name!r}", timeout)
         self.rank = rank
         self.world_size = world_size
         self.name = name
-        self._options: dict[str, Any] = {
-            "device": device,
-            "rendezvous": rendezvous,
-            "backend": backend,
-            "timeout": timeout,
-        }
+        self._options: dict[str, Any] = {"device": device, "backend": backend, "timeout": timeout}
         self._scope = _scope.current()
+        self._world = World(rendezvous, rank, world_size, timeout)
         self._lock = threading.Lock()
         self._groups: dict[tuple[int, ...], Future[ThreadGroup]] = {}
         self._closed = False
@@ -149,6 +152,7 @@ class ThreadGroupManager:
             groups = sorted(self._groups.items())
             self._groups = {}
 
+        self._world.close()
         done = [future for _, future in groups if future.done()]
         return [future.result() for future in done if future.exception() is None]
 
@@ -174,10 +178,12 @@ class ThreadGroupManager:
             future.set_exception(AbortedError(f"{self!r} was closed while its group {list(members)} was being opened"))
 
     def _open(self, members: tuple[int, ...]) -> ThreadGroup:
+        place: Any = Part(self._world, members, f"the manager {self.name!r}")  # which the core's own openings take, too
         with _scope.within(self._scope):  # whichever thread of the rank asked first
             return open_group(
                 f"{self.name}/{list(members)}",
                 rank=members.index(self.rank),
                 world_size=len(members),
+                rendezvous=place,
                 **self._options,
             )

@@ -1,14 +1,20 @@
 """ThreadGroupManager: one group for each combination of ranks, made once, shared, and closed in one order."""
 
+import gc
+import socket
 import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dtorch_core
 from dtorch_core import (
     AbortedError,
+    DtorchError,
     NoBackendError,
     PeerLostError,
     RankFailedError,
@@ -17,7 +23,12 @@ from dtorch_core import (
     ThreadGroupManager,
     open_group,
 )
+from dtorch_core._meeting import board as _board
 from dtorch_core.testing import Background, asleep, run_ranks
+
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.syspath_prepend(str(Path(__file__).parent))
+    from opening_ranks import free_port
 
 LIMIT = 15.0
 
@@ -309,6 +320,74 @@ class TestEnd:
                     assert int(by_hand.all_reduce(torch.tensor(1))) == 2
 
         run_ranks(rank, 2, 2 * LIMIT)
+
+
+class TestRendezvous:
+    """Of all ranks of the manager, whichever of them open a group. (test_manager_processes.py: between processes.)"""
+
+    def test_rank_0_serves_it_from_the_start(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            with pytest.raises(DtorchError, match=f"rank 0 can't serve the rendezvous at 127.0.0.1:{port}"):
+                ThreadGroupManager(0, 2, rendezvous=f"tcp://127.0.0.1:{port}", timeout=LIMIT)
+
+        with ThreadGroupManager(0, 2, rendezvous=f"tcp://127.0.0.1:{port}", timeout=LIMIT):
+            limit = timedelta(seconds=LIMIT)
+            assert not dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False).check(["x"])
+
+    def test_nobody_serves_it(self):
+        url = f"tcp://127.0.0.1:{free_port()}"
+        with (
+            ThreadGroupManager(1, 3, rendezvous=url, timeout=0.3) as manager,
+            pytest.raises(StoreTimeoutError, match=f"no rendezvous at {url[6:]} within 0.3 s.*Is rank 0 up"),
+        ):
+            manager.get([1, 2])
+
+    def test_connections_are_kept_until_the_manager_is_closed(self):
+        port = free_port()
+        place = f"127.0.0.1:{port}"
+        managers = [ThreadGroupManager(rank, 3, rendezvous=f"tcp://{place}", timeout=LIMIT) for rank in range(3)]
+        managers[0].close()
+        gc.collect()
+        assert place not in _board._at
+        for thread in [Background(lambda manager=manager: manager.get([2, 1]).close()) for manager in managers[1:]]:
+            thread.result(LIMIT)
+
+        gc.collect()
+        kept = _board._at[place]
+        managers[1].close()
+        gc.collect()
+        assert _board._at[place] is kept
+        del kept
+        managers[2].close()
+        gc.collect()
+        assert place not in _board._at
+
+    def test_group_of_one_needs_none(self):
+        with ThreadGroupManager(1, 2, rendezvous=f"tcp://127.0.0.1:{free_port()}", timeout=0.3) as manager:
+            assert total_of(manager.get([1]), [1], 1) == 1
+
+    @pytest.mark.parametrize(
+        ("rank", "ranks", "missing", "told"),
+        [
+            (3, [2, 3], 0, r" \(the group's ranks are, in this order, ranks \[2, 3\] of the manager 'late'\)"),
+            (3, [3, 1], 1, r" \(the group's ranks are, in this order, ranks \[3, 1\] of the manager 'late'\)"),
+            (0, [0, 1], 1, ""),
+        ],
+    )
+    def test_failed_opening_tells_the_managers_ranks(self, rank, ranks, missing, told):
+        match = f"gave up after 0.3 s: rank {missing} had not come.*timeout{told}$"
+        with (
+            ThreadGroupManager(rank, 4, name="late", timeout=0.3) as manager,
+            pytest.raises(StoreTimeoutError, match=match),
+        ):
+            manager.get(ranks)
+
+    @pytest.mark.parametrize("timeout", [0, float("inf"), "1"])
+    def test_timeout_is_looked_at_first(self, timeout):
+        with pytest.raises(ValueError, match="ThreadGroupManager 'manager': timeout must be a positive number"):
+            ThreadGroupManager(0, 2, rendezvous="tcp://127.0.0.1:1", timeout=timeout)
 
 
 def test_names_are_public():

@@ -313,7 +313,7 @@ class Meeting:
         ended = deaths.first_ended(self._seen) if self._seen else ""
         return PeerLostError(
             f"{self._label}, rank {self._rank}: the rendezvous is gone ({str(error).splitlines()[0]}); "
-            + (f"{ended} ended while it was opened" if ended else "has rank 0's process ended?")
+            + (f"{ended} ended while it was opened" if ended else "has the process ended that serves it?")
         )
 
 

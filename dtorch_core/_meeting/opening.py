@@ -8,7 +8,8 @@ import math
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
@@ -20,6 +21,7 @@ from dtorch_core._meeting import member as _member
 from dtorch_core._meeting.board import Board
 from dtorch_core._meeting.meeting import Meeting
 from dtorch_core._meeting.rendezvous import connect
+from dtorch_core._meeting.world import Part
 from dtorch_core._selection.authority import asked_for
 from dtorch_core._selection.discovery import guarded
 from dtorch_core._selection.reasons import BackendSpec, Kind, Selection
@@ -27,7 +29,7 @@ from dtorch_core._selection.selector import announce, choose, spec_of
 from dtorch_core._selection.topology import Member, Topology
 from dtorch_core._text import count, describe_error
 from dtorch_core.checks import LONGEST
-from dtorch_core.errors import NoBackendError, PluginError, ProtocolError
+from dtorch_core.errors import DtorchError, NoBackendError, PluginError, ProtocolError
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +84,7 @@ def open_backend(
     rank: int,
     world_size: int,
     device: str | torch.device | None,
-    rendezvous: Board | dist.Store | str | None,
+    rendezvous: Part | Board | dist.Store | str | None,
     backend: str | None,
     timeout: float,
     known: Topology | None = None,
@@ -97,10 +99,35 @@ def open_backend(
     member = _member.describe(rank, _member.normal_device(device))
     asked_for(kind, backend)
     started = time.monotonic()
-    carrier = connect(rendezvous, rank, world_size, timeout)
+    if isinstance(rendezvous, Part):
+        carrier, told = rendezvous.reach(timeout), rendezvous.told
+    else:
+        carrier, told = connect(rendezvous, rank, world_size, timeout), ""
+
     label = f"open_{kind}({name!r}) at {carrier.place}"
-    meeting = Meeting(carrier, label, _path(kind, name), rank, world_size, timeout, started)
-    return _open(Request(kind, name, wrap, member, world_size, backend, timeout, label, known=known), meeting)
+    with _ranks_told(told):
+        meeting = Meeting(carrier, label, _path(kind, name), rank, world_size, timeout, started)
+        return _open(Request(kind, name, wrap, member, world_size, backend, timeout, label, known=known), meeting)
+
+
+@contextmanager
+def _ranks_told(which: str) -> Iterator[None]:
+    """Errors that come out of here say ``which`` ranks they speak of."""
+    try:
+        yield
+    except DtorchError as error:
+        if not which:
+            raise
+
+        raise _with(error, which) from error.__cause__
+
+
+def _with(error: DtorchError, more: str) -> DtorchError:
+    try:
+        return type(error)(f"{error} ({more})").with_traceback(error.__traceback__)
+    except Exception:  # a plugin's own class, which is made of something else
+        error.add_note(more)
+        return error
 
 
 def _open(request: Request, meeting: Meeting, *, outermost: bool = True) -> Any:  # noqa: ANN401 - whatever ``wrap`` gives
@@ -214,6 +241,11 @@ def _check(kind: Kind, name: str, rank: int, world_size: int, timeout: float) ->
     if not 0 <= rank < world_size:
         raise ValueError(f"{call}: rank {rank} is not one of {count(world_size, 'rank')} (0 to {world_size - 1})")
 
+    check_timeout(call, timeout)
+
+
+def check_timeout(call: str, timeout: float) -> None:
+    """The rule for an opening's; ``call`` opens the message."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
         raise ValueError(f"{call}: timeout must be a positive number of seconds, not {timeout!r}")
 
