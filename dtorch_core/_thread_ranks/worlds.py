@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
 from dtorch_core._scope import Scope
-from dtorch_core._thread_ranks import hooks, libraries
+from dtorch_core._thread_ranks import hooks, libraries, tracing
 from dtorch_core._thread_ranks import tables as _rank_tables
 from dtorch_core._thread_ranks.bound_groups import unbind_defaults
 from dtorch_core._thread_ranks.meshes import divide_meshes
@@ -78,7 +78,7 @@ def held() -> Iterator[None]:
         )
 
     with inherited.held(), unlocked.held(), _patch.held():
-        with _rank_tables.divided.held(), hooks.divided.held():
+        with _rank_tables.divided.held(), hooks.divided.held(), tracing.divided.held():
             yield
 
 
