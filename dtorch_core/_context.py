@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from dtorch_core._meeting.board import Board
 from dtorch_core._selection.reasons import Kind, Selection
+from dtorch_core._selection.selector import spec_of
 from dtorch_core._selection.topology import Topology
-from dtorch_core.errors import DtorchError
+from dtorch_core.errors import DtorchError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -70,5 +71,17 @@ class BackendContext:
         return self._failure(seconds)
 
     def open_store(self, name: str) -> TensorStore:
-        """Open a TensorStore over the same ranks, chosen by the core. Collective, as :func:`dtorch_core.open_store`."""
-        return self._open_store(name)
+        """Open a TensorStore over the same ranks, chosen by the core. Collective, as :func:`dtorch_core.open_store`.
+
+        :raises UnsupportedOperationError: on every rank, if it lacks what the backend's ``store_needs`` names.
+        """
+        store = self._open_store(name)
+        lacks = spec_of(self.selection).store_lacks(spec_of(store.selection))
+        if lacks:
+            store.close()
+            raise UnsupportedOperationError(
+                f"{self.label}, rank {self.rank}: {lacks} (it was decided by {store.selection.asked_by}); use another "
+                f"store, or another {self.kind} backend: dtorch explain --kind {self.kind} shows which there are"
+            )
+
+        return store

@@ -109,6 +109,19 @@ class TestExplain:
         assert facts["chosen"] == "grp"
         assert (facts["store"]["chosen"] or "none") == said.partition(" ")[0]
 
+    @pytest.mark.parametrize("able", [True, False])
+    def test_group_says_that_it_needs_another_store(self, dtorch, site, able):
+        group = source("grp", words={"cpu"}).replace("tensor_stores", "thread_groups")
+        site.add("grp-dist", group.replace("capabilities=", "store_needs={'zero_copy'}, capabilities="), plugin="grp")
+        site.add("sock-dist", source("sock", words={"cpu", "zero_copy"} if able else {"cpu"}), plugin="sock")
+        site.env("DTORCH_LOAD_PLUGINS", "grp,sock")
+        status, out, _ = dtorch("explain", "--kind", "group")
+        lacks = "" if able else "grp needs a store that declares 'zero_copy', and sock does not"
+        said = "sock" if able else f"sock, but {lacks}. Use another one"
+        assert (status, out.splitlines()[-1]) == (0 if able else 1, f"a store for the same ranks: {said}")
+        facts = json.loads(dtorch("explain", "--kind", "group", "--json")[1])
+        assert facts["store"]["lacks"] == lacks
+
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [

@@ -90,6 +90,10 @@ BROKEN = {
         stores(spec(more=", capabilities={'zerocopy'}")),
         ["unknown store capability 'zerocopy'", "Did you mean 'zero_copy'?"],
     ),
+    "needs an unknown capability of its store": (
+        stores(spec(more=", store_needs={'zerocopy'}")),
+        ["unknown capability of its store, 'zerocopy'", "Did you mean 'zero_copy'?"],
+    ),
     "declares a capability of another kind": (
         stores(spec(more=", capabilities={'await'}")),
         ["unknown store capability 'await'"],

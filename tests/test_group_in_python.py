@@ -7,7 +7,16 @@ import pytest
 import torch
 
 import dtorch_core
-from dtorch_core import AbortedError, BackendSpec, DtorchError, PeerLostError, Support, hookimpl
+from dtorch_core import (
+    AbortedError,
+    BackendSpec,
+    DtorchError,
+    PeerLostError,
+    Support,
+    UnsupportedOperationError,
+    hookimpl,
+    use_backend,
+)
 from dtorch_core.testing import run_kit, run_ranks
 
 with pytest.MonkeyPatch.context() as _patch:
@@ -31,6 +40,12 @@ class Deaf(ExampleGroup):
         super().abort("somebody has aborted it")
 
 
+class OverAStore(ExampleGroup):
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        ctx.open_store("data").close()
+
+
 class Plugin:
     @hookimpl
     def dtorch_register_thread_groups(self):
@@ -41,6 +56,9 @@ class Plugin:
         return [
             BackendSpec(kind.__name__, f"{kind.__module__}:{kind.__name__}", probe, capabilities=words)
             for kind in (ExampleGroup, AsInC10d, Deaf)
+        ] + [
+            BackendSpec(f"needs {word}", f"{__name__}:OverAStore", probe, capabilities=words, store_needs={word})
+            for word in ("zero_copy", "multi_host")
         ]
 
 
@@ -94,6 +112,23 @@ class TestAbort:
         assert outcome.state == "failed"
         assert 'def abort(self, reason="", *, died=False)' in outcome.report
         assert "docs/backend.md" in outcome.report
+
+
+class TestStoreNeeds:
+    def test_store_that_lacks_something_is_refused_on_every_rank(self):
+        def body(ctx):
+            said = r"rank \d: needs multi_host needs a store that declares 'multi_host', and memory does not"
+            with use_backend(store="memory"), pytest.raises(UnsupportedOperationError, match=said):
+                ctx.open_group(backend="needs multi_host", timeout=LIMIT)
+
+        run_ranks(body, 2, 2 * LIMIT)
+
+    def test_store_that_lacks_nothing_is_opened(self):
+        def body(ctx):
+            with use_backend(store="memory"), ctx.open_group(backend="needs zero_copy", timeout=LIMIT) as group:
+                group.barrier()
+
+        run_ranks(body, 2, 2 * LIMIT)
 
 
 class TestValues:

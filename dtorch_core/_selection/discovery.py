@@ -301,6 +301,12 @@ def _check_specs(kind: Kind, specs: Sequence[BackendSpec]) -> None:
                 + did_you_mean(word, CAPABILITIES[kind])
             )
 
+        for word in sorted(spec.store_needs - CAPABILITIES["store"]):
+            raise PluginError(
+                f"backend {spec.name!r} needs an unknown capability of its store, {word!r}."
+                + did_you_mean(word, CAPABILITIES["store"])
+            )
+
         if spec.name in names:
             raise PluginError(f"offers the {kind} backend {spec.name!r} twice")
 

@@ -65,6 +65,8 @@ class BackendSpec:
     """The version of the hook contract this backend was written for."""
     capabilities: frozenset[str] = frozenset()
     """Words of :data:`CAPABILITIES`. The conformance kit holds the backend to each."""
+    store_needs: frozenset[str] = frozenset()
+    """Of a group: what a store that it opens over its ranks has to declare. Others are refused, and explained."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
@@ -82,10 +84,20 @@ class BackendSpec:
         if isinstance(self.api, bool) or not isinstance(self.api, int):
             raise ValueError(f"backend {self.name!r}: api must be an int, not {self.api!r}")
 
-        if isinstance(self.capabilities, str):
-            raise ValueError(f"backend {self.name!r}: capabilities must be a set of words, not one string")
+        for field in ("capabilities", "store_needs"):
+            words = getattr(self, field)
+            if isinstance(words, str):
+                raise ValueError(f"backend {self.name!r}: {field} must be a set of words, not one string")
 
-        object.__setattr__(self, "capabilities", frozenset(self.capabilities))
+            object.__setattr__(self, field, frozenset(words))
+
+    def store_lacks(self, store: BackendSpec) -> str:
+        """Why a store can't be what this backend opens over its ranks; empty if it can."""
+        lacking = ", ".join(repr(word) for word in sorted(self.store_needs - store.capabilities))
+        if not lacking:
+            return ""
+
+        return f"{self.name} needs a store that declares {lacking}, and {store.name} does not"
 
 
 State = Literal["yes", "no", "broken", "absent"]

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from dtorch_core._selection import topology as _topology
 from dtorch_core._selection.reasons import KINDS, Kind, Selection
-from dtorch_core._selection.selector import choose
+from dtorch_core._selection.selector import choose, spec_of
 from dtorch_core._selection.topology import Topology
 from dtorch_core._text import one_line
 from dtorch_core.errors import DtorchError
@@ -37,19 +37,24 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     kinds: tuple[Kind, ...] = KINDS if options.kind is None else (options.kind,)
     choices = {kind: choose(kind, topology, backend=options.backend) for kind in kinds}
     # A group may open a store over its ranks; whether it does is its own matter, and not known before.
-    store = choose("store", topology) if options.kind == "group" and choices["group"][1] is None else None
+    store, lacks = None, ""
+    if options.kind == "group" and choices["group"][1] is None:
+        store = choose("store", topology)
+        if store[1] is None:
+            lacks = spec_of(choices["group"][0]).store_lacks(spec_of(store[0]))
+
     if options.json:
         facts = {kind: _to_dict(*choice) for kind, choice in choices.items()}
         if store is not None:
-            facts["group"]["store"] = _to_dict(*store)
+            facts["group"]["store"] = _to_dict(*store) | {"lacks": lacks}
 
         print(json.dumps(facts if options.kind is None else facts[options.kind], indent=2), file=out)
     else:
         print("\n\n".join(_text(*choice) for choice in choices.values()), file=out)
         if store is not None:
-            print(f"a store for the same ranks: {_store(*store)}", file=out)
+            print(f"a store for the same ranks: {_store(*store, lacks)}", file=out)
 
-    return 0 if all(refusal is None for _, refusal in choices.values()) else 1
+    return 0 if not lacks and all(refusal is None for _, refusal in choices.values()) else 1
 
 
 def imagined(options: argparse.Namespace) -> Topology:
@@ -72,9 +77,9 @@ def _text(selection: Selection, refusal: DtorchError | None) -> str:
     return refused if refused.startswith(table) else f"{table}\n{refused}".rstrip()
 
 
-def _store(selection: Selection, refusal: DtorchError | None) -> str:
+def _store(selection: Selection, refusal: DtorchError | None, lacks: str) -> str:
     if refusal is None:
-        return str(selection.chosen)
+        return f"{selection.chosen}, but {lacks}. Use another one" if lacks else str(selection.chosen)
 
     noes = [f"{verdict.name}: {verdict.why}" for verdict in selection.verdicts if verdict.state in ("no", "broken")]
     why = "; ".join(noes) if noes and selection.asked_by == "score" else one_line(str(refusal))

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtorch_core import BackendContext, TensorStore, UnsupportedOperationError
+from dtorch_core import BackendContext
 from dtorch_core._groups.uncompiled import code_of, leave_uncompiled
-from dtorch_core._selection.selector import spec_of
 from dtorch_core._shapes import describe, describe_all
 from dtorch_core.checks import check_tensor, check_written
 from dtorch_core.extras import Place
@@ -179,29 +178,13 @@ def open_process_group(ctx: BackendContext) -> dist.ProcessGroup:
     return SameDeviceProcessGroup(ctx)
 
 
-def _writable_store(ctx: BackendContext) -> TensorStore:
-    """The store under the group. Results are written in place, into what the other ranks publish.
-
-    :raises UnsupportedOperationError: if the store that the core chose does not declare that; on every rank.
-    """
-    store = ctx.open_store("tensors")
-    if "zero_copy" not in spec_of(store.selection).capabilities:
-        store.close()
-        raise UnsupportedOperationError(
-            f"group {ctx.name!r}, rank {ctx.rank}: samedevice writes results in place, and store backend "
-            f"{store.backend!r} (decided by {store.selection.asked_by}) does not declare 'zero_copy'; use another store"
-        )
-
-    return store
-
-
 class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
     """c10d's collectives as joint work on a TensorStore."""
 
     def __init__(self, ctx: BackendContext) -> None:
         dist.ProcessGroup.__init__(self, ctx.rank, ctx.world_size)  # type: ignore[call-arg]  # not in torch's stub
         TorchSide.__init__(self, ctx)
-        self._store = _writable_store(ctx)
+        self._store = ctx.open_store("tensors")
         leave_uncompiled("dtorch_core", "dtorch_samedevice_group", *code_of(type(self._store)))
         self._engine = Engine(self._store, ctx.name, aside=ctx.topology.same_process)
         self._repeats = Repeats()

@@ -27,6 +27,7 @@ def dtorch_register_thread_groups() -> list[BackendSpec]:
             capabilities=frozenset(
                 "cpu cuda uneven bitwise_ops p2p any_source tags self_send split mismatch rank_order async".split()
             ),
+            store_needs=frozenset({"zero_copy"}),  # results are written in place, into what other ranks publish
         )
     ]
 
