@@ -53,6 +53,7 @@ from dtorch_samedevice_group.overlaps import Roles, as_one, guarded
 from dtorch_samedevice_group.repeats import Repeats
 from dtorch_samedevice_group.sparse import Parts, SparseWork, checked, is_sparse
 from dtorch_samedevice_group.torch_side import TorchSide
+from dtorch_samedevice_group.unreal import UnrealWork, are_unreal, is_unreal
 from dtorch_samedevice_group.work import GroupWork, ReceiveWork, SendWork, Waited, seconds_of
 
 P = ParamSpec("P")
@@ -122,6 +123,8 @@ def _collective(
         given: Any = args
         if reading is None:
             given, named = plainly(args), plainly(named)
+            if are_unreal((*given, *named.values())):
+                return self._unreal(plan(self, *given, **named))
 
         try:
             first: Any = given[0] if given else None
@@ -399,6 +402,10 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor] | Tensor, dst: int, tag: int = 0) -> SendWork:
         tensor = plainly(only("tensor", tensors))
+        if is_unreal(tensor):
+            self._check_rank(dst)
+            return SendWork()
+
         check_tensor(f"group {self._name!r}, rank {self._rank}, send", tensor)
         self._check_rank(dst)
         with torch.inference_mode(False):  # the copy is the receiver's, who may be in no inference mode
@@ -406,13 +413,11 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
 
         return SendWork()
 
-    def recv(self, tensors: Sequence[Tensor] | Tensor, src: int, tag: int = 0) -> ReceiveWork:
-        buffer = only("buffer", tensors)
-        return self.receive(src, tag, buffer, of_its_shape=False)
+    def recv(self, tensors: Sequence[Tensor] | Tensor, src: int, tag: int = 0) -> Waited:
+        return self._receive(src, tag, only("buffer", tensors))
 
-    def recv_anysource(self, tensors: Sequence[Tensor] | Tensor, tag: int = 0) -> ReceiveWork:
-        buffer = only("buffer", tensors)
-        return self.receive(None, tag, buffer, of_its_shape=False)
+    def recv_anysource(self, tensors: Sequence[Tensor] | Tensor, tag: int = 0) -> Waited:
+        return self._receive(None, tag, only("buffer", tensors))
 
     recvAnysource = recv_anysource  # called from C++ since torch 2.14
 
@@ -425,6 +430,23 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     # What they share
+
+    def _unreal(self, plan: Plan) -> Waited:
+        """A call of tensors without values: the others are not asked, nor told what is wrong with it."""
+        work = UnrealWork(plan.written if plan.result is None else plan.result)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+
+        return work
+
+    def _receive(self, src: int | None, tag: int, buffer: Tensor) -> Waited:
+        if not is_unreal(buffer):
+            return self.receive(src, tag, buffer, of_its_shape=False)
+
+        if src is not None:
+            self._check_rank(src)
+
+        return UnrealWork([buffer])
 
     def _guarded(self, name: str, tensors: Sequence[Tensor], roles: Roles) -> list[Tensor]:
         try:
