@@ -1,8 +1,8 @@
 """What a process group may offer besides c10d's methods, and what the core does without it. For authors of groups.
 
 Any group may let its ``abort`` take the reason, as :meth:`Speaks.abort` does: it is then told why, and whether a rank
-died. One that has all of :class:`Extras` can declare ``mismatch``, too. Beside a group that torch made, whose class is
-torch's own, stands a :class:`Companion`.
+died. One that has all of :class:`Extras` can declare ``async`` and ``mismatch``, too. Beside a group that torch made,
+whose class is torch's own, stands a :class:`Companion`.
 """
 
 from __future__ import annotations
@@ -160,6 +160,13 @@ def texts_of(ticket: Ticket) -> Sequence[str]:
     return [note.split("\n", 2)[2] for note in ticket.notes()]
 
 
+def lacking(group: dist.ProcessGroup) -> list[str]:
+    """The methods of :class:`Extras` that a group's class has not; its ``abort`` has to take the reason."""
+    kind: Any = type(group)
+    methods = [name for name in ("post_notes", "receive", "refuse") if not hasattr(kind, name)]
+    return methods if takes_reason(kind) else [*methods, "abort"]
+
+
 @cache  # a check against a protocol takes some microseconds
 def _has_extras(kind: type) -> bool:
-    return issubclass(kind, Extras)
+    return issubclass(kind, Extras) and takes_reason(kind)

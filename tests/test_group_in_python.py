@@ -52,13 +52,13 @@ class Plugin:
         def probe(topology):
             return Support.yes(1, "threads")
 
-        words = frozenset({"cpu", "uneven", "bitwise_ops", "rank_order"})
+        few = frozenset({"cpu", "uneven", "bitwise_ops", "rank_order"})
+        classes = {kind.__name__: (kind, few, set()) for kind in (ExampleGroup, AsInC10d, Deaf)}
+        classes["boastful"] = (AsInC10d, few | {"async", "mismatch"}, set())
+        classes |= {f"needs {word}": (OverAStore, few, {word}) for word in ("zero_copy", "multi_host")}
         return [
-            BackendSpec(kind.__name__, f"{kind.__module__}:{kind.__name__}", probe, capabilities=words)
-            for kind in (ExampleGroup, AsInC10d, Deaf)
-        ] + [
-            BackendSpec(f"needs {word}", f"{__name__}:OverAStore", probe, capabilities=words, store_needs={word})
-            for word in ("zero_copy", "multi_host")
+            BackendSpec(name, f"{kind.__module__}:{kind.__name__}", probe, capabilities=words, store_needs=needs)
+            for name, (kind, words, needs) in classes.items()
         ]
 
 
@@ -112,6 +112,13 @@ class TestAbort:
         assert outcome.state == "failed"
         assert 'def abort(self, reason="", *, died=False)' in outcome.report
         assert "docs/backend.md" in outcome.report
+
+
+    @pytest.mark.parametrize("word", ["async", "mismatch"])
+    def test_kit_says_which_methods_a_capability_takes(self, word):
+        (outcome,) = run_kit("group", "boastful", select=[f"test_{word}_has_the_methods_that_it_takes"])
+        assert outcome.state == "failed"
+        assert "has no post_notes, receive, refuse, abort as dtorch_core.extras.Extras has them" in outcome.report
 
 
 class TestStoreNeeds:

@@ -21,6 +21,10 @@ class AsyncTests(GroupConformance):
     """The Work of a collective."""
 
     @requires("async")
+    def test_async_has_the_methods_that_it_takes(self) -> None:
+        self.has_methods_for("async", "without them the ranks tell each other their sizes in calls that block")
+
+    @requires("async")
     @EACH
     def test_work_carries_what_the_blocking_call_returns(self, collective: Collective, device: str) -> None:
         def body(group: ThreadGroup) -> None:

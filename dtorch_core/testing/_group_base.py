@@ -15,6 +15,7 @@ from torch import Tensor
 from dtorch_core._copies import plain
 from dtorch_core._meeting.member import normal_device
 from dtorch_core._selection.topology import Member, Topology
+from dtorch_core.extras import companion, lacking
 from dtorch_core.group import ThreadGroup
 from dtorch_core.launcher import RankContext
 from dtorch_core.testing._harness import CUDA, Conformance, installed_spec, run_ranks
@@ -58,6 +59,18 @@ class GroupConformance(Conformance):
         known = [c.name for c in COLLECTIVES if not c.exchanges]
         if "mismatch" not in self.declared and collective in known:
             pytest.skip(f"{self.kind} backend {self.backend!r} does not declare 'mismatch': ranks need not meet")
+
+    def has_methods_for(self, word: str, why: str) -> None:
+        """Fail where the backend declares ``word``, and its process group lacks the methods that this takes."""
+
+        def body(group: ThreadGroup) -> list[str]:
+            return [] if companion(group.process_group) is not None else lacking(group.process_group)
+
+        (missing,) = self.ranks(body, 1)
+        assert not missing, (
+            f"group backend {self.backend!r} declares {word!r}, and its process group has no {', '.join(missing)} as "
+            f"dtorch_core.extras.Extras has them: {why}. Write them, or don't declare it (docs/backend.md, Groups)"
+        )
 
     def ranks(
         self,

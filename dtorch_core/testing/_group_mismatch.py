@@ -110,6 +110,10 @@ class MismatchTests(GroupConformance):
         assert same(group.all_reduce(xs[group.rank]), sum(xs, torch.zeros_like(xs[0])))
 
     @requires("mismatch")
+    def test_mismatch_has_the_methods_that_it_takes(self) -> None:
+        self.has_methods_for("mismatch", "without them the ranks are told nothing of a call that is wrong by itself")
+
+    @requires("mismatch")
     @pytest.mark.parametrize("different", DIFFERENT)
     def test_mismatch_raises_on_every_rank(self, different: str) -> None:
         odd_call, call = DIFFERENT[different]
