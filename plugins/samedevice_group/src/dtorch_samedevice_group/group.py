@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
@@ -50,6 +51,7 @@ from dtorch_samedevice_group.engine import Engine
 from dtorch_samedevice_group.monitored import monitored_barrier
 from dtorch_samedevice_group.options import Options, is_async, is_waited_for
 from dtorch_samedevice_group.overlaps import Roles, as_one, guarded
+from dtorch_samedevice_group.ranges import Range, label_of, profiling, recorded
 from dtorch_samedevice_group.repeats import Repeats
 from dtorch_samedevice_group.sparse import Parts, SparseWork, checked, is_sparse
 from dtorch_samedevice_group.torch_side import TorchSide
@@ -93,11 +95,22 @@ def _collective(
     plan: Callable[Concatenate[SameDeviceProcessGroup, P], Plan],
 ) -> Callable[Concatenate[SameDeviceProcessGroup, P], Waited]:
     """A c10d method, of one that says what it is to do."""
+    return _method(plan, recorded(plan.__name__, _method(plan, None)))
 
+
+def _method(
+    plan: Callable[Concatenate[SameDeviceProcessGroup, P], Plan], in_range: Callable[..., Waited] | None
+) -> Callable[Concatenate[SameDeviceProcessGroup, P], Waited]:
+    """
+    :param in_range: the same for a profiler; None: this is called by that.
+    """
     name = plan.__name__
 
     @functools.wraps(plan)
     def method(self: SameDeviceProcessGroup, /, *args: P.args, **named: P.kwargs) -> Waited:
+        if profiling() and in_range is not None:
+            return in_range(self, *args, **named)
+
         reading = None if named else repeats.read(name, args)
         if reading is not None and (known := self._repeats.get(reading[0])) is not None:
             note, outputs, work, cut, roles, whole, clear = known
@@ -401,7 +414,10 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
     # Point to point
 
     def send(self, tensors: Sequence[Tensor] | Tensor, dst: int, tag: int = 0) -> SendWork:
-        tensor = plainly(only("tensor", tensors))
+        with Range(label_of("send"), (tensors,)) if profiling() else nullcontext():
+            return self._send(plainly(only("tensor", tensors)), dst, tag)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> SendWork:
         if is_unreal(tensor):
             self._check_rank(dst)
             return SendWork()
@@ -441,7 +457,11 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
 
     def _receive(self, src: int | None, tag: int, buffer: Tensor) -> Waited:
         if not is_unreal(buffer):
-            return self.receive(src, tag, buffer, of_its_shape=False)
+            work = self.receive(src, tag, buffer, of_its_shape=False)
+            if profiling():
+                work.range = Range(label_of("recv" if src is not None else "recv_anysource"), (buffer,))
+
+            return work
 
         if src is not None:
             self._check_rank(src)

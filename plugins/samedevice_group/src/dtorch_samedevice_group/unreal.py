@@ -25,7 +25,7 @@ def is_unreal(tensor: Tensor) -> bool:
 
 def are_unreal(given: Iterable[Any]) -> bool:
     """There are tensors among what a call is given, in its lists too, and none of them has values."""
-    found = [is_unreal(tensor) for tensor in _tensors(given)]
+    found = [is_unreal(tensor) for tensor in tensors_in(given)]
     return bool(found) and all(found)
 
 
@@ -45,9 +45,10 @@ class UnrealWork(Waited):
         return []  # a fake tensor may be on a GPU that is not here
 
 
-def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(given: Iterable[Any]) -> Iterator[Tensor]:
+    """Of what a call is given, in its lists too."""
     for each in given:
         if isinstance(each, Tensor):
             yield each
         elif isinstance(each, (list, tuple)):
-            yield from _tensors(each)
+            yield from tensors_in(each)

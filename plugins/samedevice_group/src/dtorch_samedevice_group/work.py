@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ class Waited(dist._Work):
     """What the Works here share: all of it follows from a wait that can be repeated."""
 
     _future: torch.futures.Future[list[Tensor]] | None = None
+    range: AbstractContextManager[Any] | None = None
+    """What a profiler is to see of the first wait."""
 
     def __init__(self, outputs: Sequence[Tensor], timeout: float) -> None:
         super().__init__()
@@ -48,8 +50,16 @@ class Waited(dist._Work):
 
         :raises StoreTimeoutError: if ranks have not come in time; they are named.
         """
+        if self.range is not None:
+            return self._wait_in_range(self.range, timeout)
+
         self._end(seconds_of(timeout, self._timeout))
         return True
+
+    def _wait_in_range(self, seen: AbstractContextManager[Any], timeout: timedelta | float | None) -> bool:
+        self.range = None
+        with seen:
+            return self.wait(timeout)
 
     def synchronize(self) -> None:
         """As :meth:`wait`."""
@@ -166,6 +176,9 @@ class GroupWork(Waited):
         self._timeout = timeout
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
+        if self.range is not None:
+            return self._wait_in_range(self.range, timeout)
+
         try:
             self._ticket.wait(self._timeout if timeout is None else seconds_of(timeout, self._timeout))
         except StoreTimeoutError as error:
