@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         DtorchError,
         KeyInUseError,
         NoBackendError,
+        NoRoomError,
         PeerLostError,
         PluginError,
         PluginVersionError,
@@ -58,8 +59,8 @@ _HOMES = {
     "_selection.selector": "explain select",
     "_selection.topology": "Member Topology",
     "errors": "AbortedError BackendConflictError BrokenPromiseError CollectiveMismatchError DtorchError KeyInUseError "
-    "NoBackendError PeerLostError PluginError PluginVersionError ProtocolError RankFailedError StoreTimeoutError "
-    "UnsupportedOperationError UnsupportedTensorError",
+    "NoBackendError NoRoomError PeerLostError PluginError PluginVersionError ProtocolError RankFailedError "
+    "StoreTimeoutError UnsupportedOperationError UnsupportedTensorError",
     "group": "ThreadGroup open_group",
     "hookspecs": "hookimpl",
     "launcher": "RankContext spawn",
@@ -83,6 +84,7 @@ __all__ = [
     "Layout",
     "Member",
     "NoBackendError",
+    "NoRoomError",
     "PeerLostError",
     "PluginError",
     "PluginVersionError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from dtorch_core import streams
 from dtorch_core._copies import copy_into
 from dtorch_core._shapes import Shape, describe
+from dtorch_core._text import size_text
 from dtorch_core.checks import check_written, plain_tensor
-from dtorch_core.errors import UnsupportedTensorError
+from dtorch_core.errors import NoRoomError, UnsupportedTensorError
 
 
 class Memory:
@@ -52,6 +54,24 @@ class Memory:
                 streams.order_after(self._stored[0], self._out)
 
         return self._given
+
+
+def fresh(call: str, size: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Uninitialised memory for :meth:`TensorStore.empty`; ``call`` opens the message.
+
+    :raises NoRoomError: if the CPU has no room for it. (A GPU's allocator says so itself, in an error of torch's.)
+    """
+    try:
+        return torch.empty(size, dtype=dtype, device=device)
+    except RuntimeError as error:
+        if torch.device(device).type != "cpu":
+            raise
+
+        wanted = size_text(math.prod(size) * dtype.itemsize)
+        raise NoRoomError(
+            f"{call}: no memory for {wanted} on the CPU: {str(error).splitlines()[0]}. Ask for less at a time, or free "
+            f"memory"
+        ) from error
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:

@@ -33,6 +33,18 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s"
 
 
+def size_text(nbytes: int) -> str:
+    """A size in the largest unit that it fills, exact where it is a whole number of them."""
+    unit, size = "bytes", float(nbytes)
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
+        if size < 1024:
+            break
+
+        unit, size = larger, size / 1024
+
+    return f"{size:.4g} {unit}"
+
+
 def one_line(text: str) -> str:
     """A text of any shape as one line."""
     return " ".join(text.split())

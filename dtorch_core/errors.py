@@ -14,6 +14,7 @@ __all__ = [
     "DtorchError",
     "KeyInUseError",
     "NoBackendError",
+    "NoRoomError",
     "PeerLostError",
     "PluginError",
     "PluginVersionError",
@@ -78,6 +79,10 @@ class UnsupportedTensorError(DtorchError, TypeError):
 
 class UnsupportedOperationError(DtorchError, NotImplementedError):
     """The backend does not declare the capability that this call needs."""
+
+
+class NoRoomError(DtorchError, MemoryError):
+    """Memory for a tensor can't be had. The message says how much was asked for, and why not."""
 
 
 class AbortedError(DtorchError, RuntimeError):

@@ -96,6 +96,7 @@ class TestErrors:
         [
             ("NoBackendError", LookupError),
             ("BackendConflictError", Exception),
+            ("NoRoomError", MemoryError),
             ("PluginVersionError", ImportError),
             ("StoreTimeoutError", TimeoutError),
             ("StoreTimeoutError", RuntimeError),

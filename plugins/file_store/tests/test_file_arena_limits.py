@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from dtorch_file_store import headroom, segments
 from dtorch_file_store.arena import Arena
-from dtorch_file_store.headroom import BUDGET, VARIABLE, NoRoomError
+from dtorch_file_store.headroom import BUDGET, VARIABLE
 
-from dtorch_core import DtorchError
+from dtorch_core import DtorchError, NoRoomError
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 from dtorch_file_store import arena, headroom
-from dtorch_file_store.headroom import VARIABLE, NoRoomError
+from dtorch_file_store.headroom import VARIABLE
 from dtorch_file_store.segments import Segment
 
-from dtorch_core import use_backend
+from dtorch_core import NoRoomError, use_backend
 from dtorch_core.testing import Background, run_ranks
 
 LIMIT = 10.0

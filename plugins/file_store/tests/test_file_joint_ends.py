@@ -4,9 +4,8 @@ import threading
 
 import pytest
 import torch
-from dtorch_file_store.headroom import NoRoomError
 
-from dtorch_core import AbortedError, DtorchError, PeerLostError, use_backend
+from dtorch_core import AbortedError, DtorchError, NoRoomError, PeerLostError, use_backend
 from dtorch_core.testing import Background, run_ranks
 
 LIMIT = 20.0

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dtorch_core.errors import AbortedError
+from dtorch_core._text import size_text
+from dtorch_core.errors import AbortedError, NoRoomError
 from dtorch_file_store.extents import Extents, part_size
-from dtorch_file_store.headroom import VARIABLE, NoRoomError, size_text
+from dtorch_file_store.headroom import VARIABLE
 from dtorch_file_store.segments import PAGE, Mapping, Segment, bytes_of
 
 __all__ = ["Arena", "Block", "Mapping", "Segment"]

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from dtorch_core._text import size_text
 from dtorch_core.errors import DtorchError
 
 VARIABLE = "DTORCH_FILE_ARENA_BYTES"
@@ -20,10 +21,6 @@ MARGIN = 64 << 20
 """Bytes of the machine's memory that we leave to others."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
-
-
-class NoRoomError(DtorchError, MemoryError):
-    """Shared memory for a tensor can't be had. The message says how much was asked for, and why not."""
 
 
 class Budget:
@@ -81,18 +78,6 @@ def why_not(nbytes: int) -> str | None:
             return f"{where} has {size_text(max(0, free))} left, of which {size_text(MARGIN)} stay free for others"
 
     return None
-
-
-def size_text(nbytes: int) -> str:
-    """A size in the largest unit that it fills, exact where it is a whole number of them."""
-    unit, size = "bytes", float(nbytes)
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-
-        unit, size = larger, size / 1024
-
-    return f"{size:.4g} {unit}"
 
 
 def _room() -> Iterator[tuple[int, str]]:

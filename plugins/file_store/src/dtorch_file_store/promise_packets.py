@@ -16,9 +16,10 @@ import struct
 import torch
 from torch import Tensor
 
-from dtorch_core.errors import DtorchError
+from dtorch_core._text import size_text
+from dtorch_core.errors import DtorchError, NoRoomError
 from dtorch_core.future import Outcome
-from dtorch_file_store.headroom import NoRoomError, size_text, why_not
+from dtorch_file_store.headroom import why_not
 from dtorch_file_store.promise_errors import error_of, words_of
 from dtorch_file_store.segments import Mapping
 from dtorch_file_store.tensors import Layout, compact, read, write

@@ -15,8 +15,9 @@ import weakref
 import torch
 from torch import Tensor
 
-from dtorch_core.errors import DtorchError
-from dtorch_file_store.headroom import BUDGET, NoRoomError, size_text, why_not
+from dtorch_core._text import size_text
+from dtorch_core.errors import DtorchError, NoRoomError
+from dtorch_file_store.headroom import BUDGET, why_not
 
 PAGE = mmap.PAGESIZE
 _STEP = 64 << 20

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
 from dtorch_core._goodbyes import say_elsewhere, uncaught
+from dtorch_core._memory import fresh
 from dtorch_core.checks import (
     check_device,
     check_empty,
@@ -124,7 +125,7 @@ class FileTensorStore(TensorStore):
         if where.type == "cpu" and self._shared:
             return self._session.arena.empty(sizes, dtype)
 
-        return torch.empty(sizes, dtype=dtype, device=where)
+        return fresh(call, sizes, dtype, where)
 
     def close(self) -> None:
         self._dropped.detach()

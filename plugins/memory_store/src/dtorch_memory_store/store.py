@@ -14,7 +14,7 @@ from torch import Tensor
 from dtorch_core import BackendContext, ProtocolError, TensorStore, streams
 from dtorch_core._copies import cloned
 from dtorch_core._goodbyes import say_elsewhere
-from dtorch_core._memory import own_bytes
+from dtorch_core._memory import fresh, own_bytes
 from dtorch_core.checks import (
     check_device,
     check_empty,
@@ -128,7 +128,7 @@ class MemoryTensorStore(TensorStore):
         sizes = check_empty(call, size, dtype)
         where = self.device if device is None else check_device(call, device)
         self._session.check_open(self.rank)
-        return torch.empty(sizes, dtype=dtype, device=where)
+        return fresh(call, sizes, dtype, where)
 
     def close(self) -> None:
         self._dropped.detach()
