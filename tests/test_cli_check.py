@@ -27,7 +27,7 @@ class TestCheck:
         from dtorch_core.testing import _run
 
         def give(*outcomes):
-            def run_kit(kind, name, *, quiet=True):
+            def run_kit(kind, name, **options):
                 return [_run.Outcome(test, frozenset(words), state, why) for test, words, state, why in outcomes]
 
             monkeypatch.setattr(_run, "run_kit", run_kit)
@@ -157,6 +157,36 @@ class TestCheck:
         assert status == 0, out
         assert facts["contract"]["state"] == facts["await"]["state"] == "held"
         assert {facts[device.partition(":")[0]]["state"] for device in DEVICES} == {"held"}
+
+    def test_progress_is_shown_apart_from_what_is_found(self, dtorch):
+        """Pytest's dots come on the standard error, so that the output can be read by a program."""
+        pytest.importorskip("dtorch_memory_store")
+        status, out, err = dtorch("check", "memory", "--kind", "promise", "--json", "-k", "void or no_such_test")
+        assert status == 0
+        facts = json.loads(out)["promise"]
+        assert facts["contract"]["passed"] > 0
+        assert "the kit of promise backends, against 'memory':\n" in err
+        dots = sum(facts[word]["passed"] for word in facts)
+        assert "." * dots in err and f"{dots} passed, " in err
+
+    def test_verbose_names_the_tests(self, site):
+        pytest.importorskip("dtorch_memory_store")
+        done = fresh(site, "", "check", "memory", "--kind", "promise", "--verbose", "-k", "test_void_brings_none")
+        assert done.returncode == 0, done.stderr
+        assert "::test_void_brings_none PASSED" in done.stderr
+        assert done.stdout == "promise backend 'memory'\n  contract  held  1 passed\n"
+
+    def test_expression_that_picks_no_test(self, dtorch):
+        pytest.importorskip("dtorch_memory_store")
+        status, out, err = dtorch("check", "memory", "-k", "no_such_test")
+        assert (status, out) == (2, "")
+        assert "error: no test of the kit matches -k 'no_such_test'; dtorch check memory --verbose" in err
+
+    def test_expression_that_is_none(self, dtorch):
+        pytest.importorskip("dtorch_memory_store")
+        status, out, err = dtorch("check", "memory", "--kind", "promise", "-k", "(")
+        assert (status, out) == (1, "")
+        assert "Wrong expression passed to '-k'" in err and "did not run to its end" in err
 
     def test_words_of_a_test(self):
         from dtorch_core.testing._run import Outcome

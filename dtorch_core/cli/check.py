@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The backend."""
     parser.add_argument("name", metavar="NAME", help="of the backend")
     parser.add_argument("--kind", choices=KINDS, help="every kind under which there is a NAME, where not given")
+    parser.add_argument(
+        "-k", dest="expression", metavar="EXPRESSION", default="", help="only the tests that pytest's -k picks by it"
+    )
     parser.add_argument("--verbose", action="store_true", help="show the tests as they run, and each failure")
 
 
@@ -70,7 +74,17 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             f"it to: name in its BackendSpec what it can do"
         )
 
-    results = {kind: _results(kind, spec, options.verbose) for kind, spec in specs.items() if spec.capabilities}
+    held_to = {kind: spec for kind, spec in specs.items() if spec.capabilities}
+    results = {kind: _results(kind, spec, options.expression, options.verbose) for kind, spec in held_to.items()}
+    if options.expression:
+        results = {kind: [one for one in found if one.outcomes] for kind, found in results.items()}
+        results = {kind: found for kind, found in results.items() if found}
+        if not results:
+            raise argparse.ArgumentTypeError(
+                f"no test of the kit matches -k {options.expression!r}; dtorch check {options.name} --verbose, without "
+                f"it, shows their names"
+            )
+
     if options.json:
         facts = {kind: _to_dict(found) for kind, found in results.items()}
         print(json.dumps({"backend": options.name, **facts}, indent=2), file=out)
@@ -111,7 +125,7 @@ def _specs(known: Registry, name: str, kinds: Sequence[Kind]) -> dict[Kind, Back
     return specs
 
 
-def _results(kind: Kind, spec: BackendSpec, verbose: bool) -> list[Result]:
+def _results(kind: Kind, spec: BackendSpec, expression: str, verbose: bool) -> list[Result]:
     try:
         from dtorch_core.testing._run import run_kit
     except ModuleNotFoundError as error:
@@ -123,7 +137,9 @@ def _results(kind: Kind, spec: BackendSpec, verbose: bool) -> list[Result]:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-        outcomes = run_kit(kind, spec.name, quiet=not verbose)
+        # What comes in the end is for the standard output; until then one sees that it goes on.
+        print(f"the kit of {kind} backends, against {spec.name!r}:", file=sys.stderr, flush=True)
+        outcomes = run_kit(kind, spec.name, expression=expression, quiet=not verbose, progress=sys.stderr)
 
     words = {word: [o for o in outcomes if word in _words(o)] for word in sorted(spec.capabilities)}
     others = [o for o in outcomes if o.state != "skipped" and not _words(o) & spec.capabilities]

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import pytest
 
@@ -27,6 +27,7 @@ from dtorch_core.testing import {kit}
 class TestConformance({kit}):
     backend = {backend!r}
     patience = {patience!r}
+    thorough = {thorough!r}
 """
 
 
@@ -46,26 +47,39 @@ class Outcome:
 
 
 def run_kit(
-    kind: Kind, backend: str, *, select: Sequence[str] = (), patience: float = TIMEOUT, quiet: bool = True
+    kind: Kind,
+    backend: str,
+    *,
+    select: Sequence[str] = (),
+    expression: str = "",
+    patience: float = TIMEOUT,
+    thorough: bool = False,
+    quiet: bool = True,
+    progress: TextIO | None = None,
 ) -> list[Outcome]:
     """Run the kit of ``kind`` against the installed ``backend``, in this process.
 
     :param select: names of tests, with or without their parameters; all where empty.
+    :param expression: of those, the ones that it matches, as pytest's ``-k`` does; all where empty.
     :param patience: seconds until a test that hangs is ended.
-    :param quiet: print nothing.
+    :param thorough: hold it to more than the contract; see :attr:`Conformance.thorough`.
+    :param quiet: print nothing to the standard output; else what pytest does.
+    :param progress: where pytest's dots go while it is quiet.
     :raises NoBackendError: if not exactly one plugin offers it.
     :raises DtorchError: if the run was interrupted, or pytest could not start it.
     """
     installed_spec(kind, backend)
     watch = _Watch(frozenset(select))
-    with tempfile.TemporaryDirectory(prefix="dtorch-kit-") as folder, _output(quiet):
-        # A name of its own: pytest imports a module once in a process.
-        file = Path(folder, f"test_conformance_{uuid.uuid4().hex}.py")
-        file.write_text(FILE.format(kit=KITS[kind], backend=backend, patience=patience))
+    with tempfile.TemporaryDirectory(prefix="dtorch-kit-") as folder, _output(quiet, progress):
+        # A name of its own: pytest imports a module once in a process. Of digits: an expression matches no part of it.
+        file = Path(folder, f"test_conformance_{uuid.uuid4().int}.py")
+        file.write_text(FILE.format(kit=KITS[kind], backend=backend, patience=patience, thorough=thorough))
         # Settings of the project that happens to be here are none of the backend's.
         settings = Path(folder, "pytest.ini")
         settings.write_text("[pytest]\n")
         options = ["-c", str(settings), "--rootdir", folder, "--import-mode=importlib", "-p", "no:cacheprovider"]
+        options += ["-k", expression] if expression else []
+        options += ["-q", "--no-header", "--no-summary", "--tb=no"] if quiet else ["-v"]
         code = pytest.main([str(file), *options], plugins=[watch])
         sys.modules.pop(file.stem, None)
 
@@ -113,9 +127,15 @@ def _why(report: pytest.TestReport) -> str:
 
 
 @contextlib.contextmanager
-def _output(quiet: bool) -> Iterator[None]:
+def _output(quiet: bool, progress: TextIO | None) -> Iterator[None]:
     if not quiet:
         yield
+        return
+
+    if progress is not None:
+        with contextlib.redirect_stdout(progress):
+            yield
+
         return
 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
