@@ -108,6 +108,15 @@ class TestGroupOverFourSteps:
         assert ran == {test.partition("[")[0] for test in self.TESTS}
 
 
+class TestStoreOverFourSteps:
+    def test_store_conforms(self):
+        """What the kit asks of joint work and messages, whoever makes them."""
+        outcomes = run_kit("store", "four steps", expression="post or message")
+        failed = [f"{outcome.test}: {outcome.report}" for outcome in outcomes if outcome.state == "failed"]
+        assert not failed, "\n".join(failed)
+        assert len([outcome for outcome in outcomes if outcome.state == "passed"]) >= 20
+
+
 class TestJointWork:
     @pytest.mark.parametrize("world_size", [1, 2, 4])
     def test_work_is_done_in_place_on_every_ranks_tensors(self, world_size):

@@ -25,12 +25,13 @@ class TestWrongStores:
             pytest.skip("there is no CUDA device")
 
         begun = time.monotonic()
-        outcomes = run_kit("store", store.__name__, select=[store.caught_by], patience=PATIENCE)
+        picked = {"select": [store.caught_by], "thorough": store.thorough}
+        outcomes = run_kit("store", store.__name__, **picked, patience=PATIENCE)
         assert "failed" in {outcome.state for outcome in outcomes}, [outcome.why for outcome in outcomes]
         assert time.monotonic() - begun < 20
 
     def test_right_store_passes_what_catches_them(self):
-        outcomes = run_kit("store", "right", select=[store.caught_by for store in WRONG])
+        outcomes = run_kit("store", "right", select=[store.caught_by for store in WRONG], thorough=True)
         assert [f"{outcome.test}: {outcome.report}" for outcome in outcomes if outcome.state == "failed"] == []
         ran = {outcome.test.partition("[")[0] for outcome in outcomes if outcome.state == "passed"}
         wanted = {store.caught_by.partition("[")[0] for store in WRONG if store.capabilities == ALL}

@@ -23,6 +23,9 @@ SHORT = 0.1
 OWN = 5 * SHORT
 """The same where it is the store's own timeout: the opening has to fit in it, too."""
 
+HUGE = (4_202_499,)
+"""Some 16 MiB of float32, which tells all its positions apart: more than a power of two, and no whole pages."""
+
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 
 

@@ -120,12 +120,23 @@ class EndingTests(StoreConformance):
         self.ranks(body, 2)
 
     def _is_soon_late(self, store: TensorStore, wait: Wait) -> None:
-        """Zero is no word for the store's own timeout, which is long."""
-        begun = time.monotonic()
-        with pytest.raises(StoreTimeoutError):
-            wait(store, timeout=0)
+        """Zero is no word for the store's own timeout, which is long; nor for a short one of the backend's.
 
-        assert time.monotonic() - begun < self.patience / 4, "a timeout of zero was not taken for one"
+        A busy machine makes many looks slow, but hardly twenty of them: the quickest one counts, mostly the first.
+        """
+        quickest = self.patience
+        for _ in range(20):
+            begun = time.monotonic()
+            with pytest.raises(StoreTimeoutError):
+                wait(store, timeout=0)
+
+            took = time.monotonic() - begun
+            assert took < self.patience / 4, "a timeout of zero was not taken for one"
+            quickest = min(quickest, took)
+            if quickest < SHORT:
+                return
+
+        raise AssertionError(f"a look waits: the quickest of twenty with a timeout of zero took {quickest:.3f} s")
 
     def test_get_can_be_retried_after_a_timeout(self) -> None:
         def body(store: TensorStore) -> None:
@@ -202,6 +213,39 @@ class EndingTests(StoreConformance):
                 self._persist(store.barrier)
 
         self.raw_ranks(rank, 3)
+
+    @pytest.mark.parametrize("wait", [_barrier, _reset], ids=["barrier", "reset"])
+    def test_collective_does_not_count_a_rank_that_gave_up(self, wait: Wait) -> None:
+        """It has gone on to other things: nobody passes without it, and a reset takes no key of its."""
+        met = threading.Barrier(3)
+
+        def body(store: TensorStore) -> None:
+            if store.rank == 0:
+                with pytest.raises(StoreTimeoutError):
+                    wait(store, timeout=SHORT)
+
+                store.src_set("kept", coded(0, device=self.home), 2)
+                # What the others get from it now comes later than the news that it does not stand there any more.
+                store.src_set("go", coded(1, device=self.home), 2)
+                store.src_wait_until_get_finished("go")
+            else:
+                take(store, "go", coded(1, device=self.home))
+
+            met.wait(self.patience)
+            if store.rank > 0:
+                with pytest.raises(StoreTimeoutError):
+                    wait(store, timeout=SHORT)
+
+            met.wait(self.patience)
+            if store.rank > 0:
+                take(store, "kept", coded(0, device=self.home))
+            else:
+                store.src_wait_until_get_finished("kept")
+
+            met.wait(self.patience)
+            self._persist(lambda: wait(store))  # and with it all do
+
+        self.ranks(body, 3)
 
     def test_timeout_never_loses_a_share(self) -> None:
         """Deadlines that fall just when the key is set: every generation arrives once, whoever was quicker."""

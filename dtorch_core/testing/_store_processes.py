@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from dtorch_core.errors import PeerLostError, RankFailedError
 from dtorch_core.launcher import RankContext
 from dtorch_core.store import TensorStore
 from dtorch_core.testing._harness import requires, run_ranks
-from dtorch_core.testing._store_base import StoreConformance, coded, same, take
+from dtorch_core.testing._store_base import HUGE, StoreConformance, coded, same, take
 from dtorch_core.testing._store_values import DTYPES, LAYOUTS, moved, of_dtype
 
 LARGE = (300, 1000)
@@ -24,11 +25,11 @@ def _open(ctx: RankContext, backend: str, timeout: float) -> TensorStore:
     return ctx.open_store("kit", backend=backend, timeout=timeout)
 
 
-def _values(ctx: RankContext, backend: str, timeout: float, zero_copy: bool) -> int:
+def _values(ctx: RankContext, backend: str, timeout: float, zero_copy: bool, dtypes: Sequence[torch.dtype]) -> int:
     """Rank 0 publishes a tensor of each kind; how many this rank has seen."""
-    sent = {f"{dtype}": of_dtype(dtype, str(ctx.device)) for dtype in DTYPES}
+    sent = {f"{dtype}": of_dtype(dtype, str(ctx.device)) for dtype in dtypes}
     sent |= {layout: moved(make(), str(ctx.device)) for layout, make in LAYOUTS.items()}
-    sent["large"] = coded(0, LARGE, str(ctx.device))
+    sent["large"] = coded(0, HUGE, str(ctx.device))
     with _open(ctx, backend, timeout) as store:
         if store.rank == 0:
             for key, tensor in sent.items():
@@ -92,6 +93,7 @@ def _ends(ctx: RankContext, backend: str, timeout: float, how: str, folder: str)
     """Rank 1 ends, as it is told; the others say in the folder what their waits raised."""
     store = _open(ctx, backend, timeout)
     if store.rank == 1:
+        Path(folder, "1").write_text(f"{os.getpid()}")
         store.barrier()
         if how == "it raises":
             raise KeyError("on purpose")
@@ -117,9 +119,10 @@ class ProcessRankTests(StoreConformance):
 
     @requires("multi_process")
     def test_process_ranks_exchange_values_of_every_kind(self, device: str) -> None:
-        args = self.backend, self.patience / 2, "zero_copy" in self.declared
+        dtypes = self.carried(DTYPES)
+        args = self.backend, self.patience / 2, "zero_copy" in self.declared, dtypes
         seen = run_ranks(_values, 2, self.patience, args=args, devices=device, ranks_as="processes")
-        assert seen == [len(DTYPES) + len(LAYOUTS) + 1] * 2
+        assert seen == [len(dtypes) + len(LAYOUTS) + 1] * 2
 
     @requires("multi_process")
     def test_ranks_of_several_processes_with_several_threads(self, device: str) -> None:
@@ -143,8 +146,11 @@ class ProcessRankTests(StoreConformance):
         else:
             assert how == "it returns"
 
-        said = {path.name: path.read_text() for path in tmp_path.iterdir()}
-        assert set(said) == {"0", "2"}
-        # Of two that have returned, either can be heard first.
-        named = "left store 'kit'" if how == "it returns" else "rank 1 "
-        assert all(named in text for text in said.values()), said
+        said = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+        pid = said.pop(1)
+        assert set(said) == {0, 2}, "a wait ended otherwise than by a PeerLostError"
+        for rank, text in said.items():
+            # Of two that have returned, either can be heard first.
+            gone = [1] if how != "it returns" else [1, 2 - rank]
+            assert any(f"rank {other}" in text for other in gone), f"rank {rank} heard: {text}"
+            assert how == "it returns" or pid in text, f"rank {rank} was not told of pid {pid}: {text}"

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtorch_core.errors import (
+    DtorchError,
     PeerLostError,
     ProtocolError,
     StoreTimeoutError,
@@ -26,7 +28,7 @@ from dtorch_core.store import TensorStore
 from dtorch_core.testing._group_base import all_dtypes
 from dtorch_core.testing._group_base import same as same_bits
 from dtorch_core.testing._harness import requires, thorough, undeclared
-from dtorch_core.testing._store_base import SHORT, StoreConformance, coded, same, take
+from dtorch_core.testing._store_base import HUGE, SHORT, StoreConformance, coded, same, take
 from dtorch_core.testing._subclasses import loud
 
 DTYPES = all_dtypes()
@@ -122,6 +124,19 @@ class ValueTests(StoreConformance):
             got = store.dest_get("k")
             assert same(got, wanted.to(device)), f"got {got}, not {wanted}"
             assert same(got.clone(), wanted.to(device))
+            store.dest_finish_get("k")
+
+        self.ranks(body, 2, device)
+
+    def test_large_value_arrives_whole(self, device: str) -> None:
+        def body(store: TensorStore) -> None:
+            if store.rank == 0:
+                store.src_set("k", coded(1, HUGE, device), 1)
+                store.src_wait_until_get_finished("k")
+                return
+
+            got, wanted = store.dest_get("k"), coded(1, HUGE, device)
+            assert same(got, wanted), f"{(got != wanted).sum()} of {wanted.numel()} elements are wrong"
             store.dest_finish_get("k")
 
         self.ranks(body, 2, device)
@@ -465,6 +480,51 @@ class ValueTests(StoreConformance):
         self.raw_ranks(rank, 3, "cpu")
         gc.collect()
         assert memory[0]() is None
+
+    @requires("cpu")
+    def test_consumers_memory_is_given_back(self) -> None:
+        """What a consumer has got lives no longer than its borrow, or as a few of a pool that is used again."""
+        turns = 16
+
+        def body(store: TensorStore) -> None:
+            borrowed: dict[int, StorageWeakRef] = {}
+            for turn in range(turns):
+                if store.rank == 0:
+                    store.src_set("k", coded(turn, (300, 300)), 1)
+                    store.src_wait_until_get_finished("k")
+                    continue
+
+                got = store.dest_get("k")
+                assert same(got, coded(turn, (300, 300)))
+                memory = StorageWeakRef(got.untyped_storage())
+                borrowed[memory.cdata] = memory  # an address is not used again while it is watched
+                del got
+                store.dest_finish_get("k")
+
+            store.barrier()
+            gc.collect()
+            kept = sum(not memory.expired() for memory in borrowed.values())
+            assert kept < turns / 2, f"{kept} of {turns} borrowed tensors are in memory still"
+
+        self.ranks(body, 2, "cpu")
+
+    @thorough
+    @requires("cpu")
+    def test_empty_of_more_than_there_is_says_so(self) -> None:
+        """With a way out, and nothing is harmed."""
+
+        def body(store: TensorStore) -> None:
+            with pytest.raises(MemoryError, match=r"memory for .*iB") as caught:
+                store.empty((1 << 60,), dtype=torch.uint8)
+
+            assert isinstance(caught.value, DtorchError)
+            memory = store.empty((7,), dtype=torch.float32)
+            store.src_set(f"{store.rank}", memory.copy_(coded(0)), 1)
+            take(store, f"{store.rank}", coded(0))
+            store.src_wait_until_get_finished(f"{store.rank}")
+
+        for world_size in (1, 2):
+            self.ranks(body, world_size, "cpu")
 
     @pytest.mark.parametrize(
         "what", ["sparse", "csr", "quantized", "seen as quantized", "nested", "meta", "wrapper", "list", "none"]

@@ -7,6 +7,8 @@ from . import (  # noqa: F401 - each adds to WRONG
     gets,
     keys,
     leftovers,
+    messages,
+    posts,
     streams,
     tensors,
     together,

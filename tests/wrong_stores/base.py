@@ -20,11 +20,15 @@ def within_one_process(topology):
     return Support.no("several processes")
 
 
-def wrong(test, *, capabilities=ALL, probe=within_one_process):
-    """Mark a wrong store with the kit's test that has to catch it."""
+def wrong(test, *, capabilities=ALL, probe=within_one_process, thorough=False):
+    """Mark a wrong store with the kit's test that has to catch it.
+
+    :param thorough: of those that are run only where more than the contract is asked.
+    """
 
     def mark(store):
         store.caught_by, store.capabilities, store.probe = test, frozenset(capabilities), staticmethod(probe)
+        store.thorough = thorough
         WRONG.append(store)
         return store
 
