@@ -18,7 +18,7 @@ from dtorch_core.future import TensorFuture
 from dtorch_core.promise import TensorPromise, attach_promise, make_promise
 from dtorch_core.testing._harness import requires
 from dtorch_core.testing._promise_base import PromiseConformance
-from dtorch_core.testing._store_base import coded, same
+from dtorch_core.testing._store_base import HUGE, coded, same
 
 
 def _hold(token: bytes, end: str, device: str) -> None:
@@ -26,6 +26,8 @@ def _hold(token: bytes, end: str, device: str) -> None:
     promise: TensorPromise = pickle.loads(token) if end == "pickled" else attach_promise(token)
     if end in ("value", "pickled"):
         promise.set_result(coded(os.getpid(), (3, 5), device))
+    elif end == "large":
+        promise.set_result(coded(1, HUGE, device))
     elif end == "void":
         promise.set_result(None)
     elif end == "error":
@@ -68,6 +70,13 @@ class ProcessTests(PromiseConformance):
             for _ in range(2):
                 got = future.result(self.patience)
                 assert got is not None and same(got, coded(process.pid or 0, (3, 5), device))
+
+    @requires("multi_process")
+    def test_process_sets_a_large_value(self, device: str) -> None:
+        with self.held("large", device) as (future, _):
+            got, wanted = future.result(self.patience), coded(1, HUGE, device)
+            assert got is not None and got.shape == wanted.shape
+            assert same(got, wanted), f"{(got != wanted).sum()} of {wanted.numel()} elements are wrong"
 
     @requires("multi_process")
     def test_process_sets_nothing(self, device: str) -> None:

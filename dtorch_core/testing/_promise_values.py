@@ -17,7 +17,7 @@ from dtorch_core.errors import NoBackendError, ProtocolError, UnsupportedTensorE
 from dtorch_core.promise import GetTensorOp, TensorFuture, TensorPromise, make_promise
 from dtorch_core.testing._harness import Background, asleep, undeclared
 from dtorch_core.testing._promise_base import PromiseConformance
-from dtorch_core.testing._store_base import coded, same
+from dtorch_core.testing._store_base import HUGE, coded, same
 from dtorch_core.testing._store_values import LAYOUTS
 from dtorch_core.testing._subclasses import loud
 
@@ -88,6 +88,13 @@ class ValueTests(PromiseConformance):
         got = future.result(self.patience)
         assert got is not None and same(got, sent), f"got {got}, not {sent}"
         assert same(got.clone(), LAYOUTS[layout]().to(device))
+
+    def test_large_value_arrives_whole(self, device: str) -> None:
+        promise, future = self.pair(device)
+        promise.set_result(coded(1, HUGE, device))
+        got, wanted = future.result(self.patience), coded(1, HUGE, device)
+        assert got is not None and got.shape == wanted.shape
+        assert same(got, wanted), f"{(got != wanted).sum()} of {wanted.numel()} elements are wrong"
 
     @pytest.mark.parametrize(
         "dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]

@@ -39,6 +39,15 @@ class FlattensViews(Right):
         super().deliver(Outcome(tensor, error=outcome.error))
 
 
+class CutsLargeValues(Right):
+    def deliver(self, outcome):
+        tensor = outcome.tensor
+        if tensor is not None and tensor.numel() > 1 << 22:
+            tensor = tensor[:2048]
+
+        super().deliver(Outcome(tensor, error=outcome.error))
+
+
 class KeepsTheGradient(Right):
     def set_result(self, tensor, *, stream=None):
         super().set_result(tensor, stream=stream)
