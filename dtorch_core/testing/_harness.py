@@ -107,7 +107,8 @@ class Conformance:
     """What the backend declares, a ``frozenset[str]``: it is held to these words."""
     thorough: ClassVar[bool] = False
     """It is held to more than the contract asks: dtypes and views that torch itself can't copy arrive too, subclasses
-    arrive as plain tensors, and memory that overlaps itself is not lent to be written."""
+    arrive as plain tensors, memory that overlaps itself is not lent to be written, and memory that can't be had is a
+    NoRoomError."""
     patience: ClassVar[float] = TIMEOUT
     """Seconds until a test that hangs is ended."""
 
