@@ -71,12 +71,25 @@ class Scope:
 
         What a handle has opened for itself, before it was there, is closed after it: it may have last words to say.
         """
+        self._closing().close()
+
+    def left_open(self) -> ExitStack:
+        """What :meth:`close` does to what is open now, for later: it is no longer the scope's."""
+        closing = self._closing()
+        with self._lock:
+            self._open.clear()
+
+        return closing
+
+    def _closing(self) -> ExitStack:
         with self._lock:
             handles = list(self._open)
 
-        with ExitStack() as closing:  # all of them, also if one raises
-            for handle in handles:
-                closing.callback(getattr(handle, "close", lambda: None))
+        closing = ExitStack()  # closes all of them, also if one raises
+        for handle in handles:
+            closing.callback(getattr(handle, "close", lambda: None))
+
+        return closing
 
 
 _local = threading.local()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,8 @@ TIMEOUT = 300.0
 def default_group(scope: Scope, world_size: int, *, alone: bool, opens: bool = True) -> Iterator[None]:
     """``dist.*`` works in here, in this thread and in those that it starts. Collective.
 
-    What the function in here leaves open is destroyed; not where it raises, since its peers are ended then.
+    What the function in here leaves open is destroyed; not where it raises, since its peers are ended then. A process
+    of one rank that has opened the group itself has it until its exit handlers have run.
 
     :param alone: this rank is the only one in its process, whose own default group it becomes.
     :param opens: False: what is in here opens the group itself.
@@ -49,6 +51,7 @@ def default_group(scope: Scope, world_size: int, *, alone: bool, opens: bool = T
             if not alone:
                 sys.excepthook = hook  # c10d's would add this rank's name to what any thread raises
 
+        end = _AtExit() if alone and not opens else None
         try:
             yield
         except BaseException as error:
@@ -56,5 +59,25 @@ def default_group(scope: Scope, world_size: int, *, alone: bool, opens: bool = T
             scope.abort(f"rank {scope.rank} failed: {said(error)}", died=not is_told(error))
             raise
 
-        if dist.is_initialized():
+        if end is not None:
+            end.closing = scope.left_open()
+        elif dist.is_initialized():
             dist.destroy_process_group()
+
+
+class _AtExit:
+    """Ends what a script has left open, after all exit handlers that the script has registered: this one was first."""
+
+    closing: ExitStack | None = None
+    """None: the script has not returned."""
+
+    def __init__(self) -> None:
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self.closing is None:
+            return
+
+        with self.closing:
+            if dist.is_initialized():
+                dist.destroy_process_group()

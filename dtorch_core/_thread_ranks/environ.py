@@ -98,17 +98,8 @@ def entered(scope: Scope, variables: Mapping[str, str], *, alone: bool) -> Itera
     :param alone: the process has no other rank: the variables are the process's, and so its children's.
     """
     if alone:
-        before = {key: os.environ.get(key) for key in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for key, value in before.items():
-                if value is None:
-                    os.environ.pop(key, None)
-                else:
-                    os.environ[key] = value
-
+        os.environ.update(variables)  # for its exit handlers, too
+        yield
         return
 
     with held():
