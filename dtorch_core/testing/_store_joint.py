@@ -19,7 +19,7 @@ from dtorch_core.errors import (
 from dtorch_core.joint import Offer, Task
 from dtorch_core.store import TensorStore
 from dtorch_core.testing._harness import Background, asleep, requires
-from dtorch_core.testing._store_base import SHORT, WORLDS, StoreConformance, coded, same
+from dtorch_core.testing._store_base import SHORT, WORLDS, StoreConformance, coded, same, take
 
 
 def _nothing(offers: Sequence[Offer]) -> Sequence[Task]:
@@ -133,17 +133,16 @@ class JointTests(StoreConformance):
     @pytest.mark.parametrize("late", [0, 1])
     def test_post_that_ranks_gave_up_is_dead(self, late: int) -> None:
         """Also for the rank that comes late, and so is what is posted later."""
-        gave_up = threading.Event()
 
         def body(store: TensorStore) -> None:
             if store.rank == late:
-                assert gave_up.wait(self.patience)
+                take(store, "gave up", coded(0, device=self.home))  # what comes from it later than that news
             else:
                 ticket = store.post("late", "", (), _nothing)
                 with pytest.raises(StoreTimeoutError, match=f"rank {late}"):
                     ticket.wait(SHORT)
 
-                gave_up.set()
+                store.src_set("gave up", coded(0, device=self.home), 1)
 
             for key in ("late" if store.rank == late else "later", "later still"):
                 with pytest.raises(AbortedError):
