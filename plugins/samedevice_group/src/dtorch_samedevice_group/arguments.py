@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core import UnsupportedTensorError
-from dtorch_core._shapes import describe, describe_all
+from dtorch_core._shapes import describe
 from dtorch_core.checks import check_tensor, plain_tensor
 
 Cut = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -64,7 +64,7 @@ def one_each(what: str, tensors: Sequence[Tensor], size: int) -> Sequence[Tensor
 def parts(what: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]:
     """``whole`` as one piece for each of ``size`` ranks, each of ``part``'s shape."""
     if whole.dtype != part.dtype or whole.numel() != part.numel() * size:
-        raise ValueError(f"the {what} is {describe(whole)}, and must hold {size} times {describe(part)}")
+        raise ValueError(f"the {what} is {shown(whole)}, and must hold {size} times {shown(part)}")
 
     shape = tuple(part.shape)
     if shape and shape[0] and tuple(whole.shape) == (size * shape[0], *shape[1:]):
@@ -74,7 +74,7 @@ def parts(what: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]
         return list(whole.unbind(0))
 
     if not whole.is_contiguous():
-        raise ValueError(f"the {what} is {describe(whole)}; to be cut into {describe(part)} it must be contiguous")
+        raise ValueError(f"the {what} is {shown(whole)}; to be cut into {shown(part)} it must be contiguous")
 
     return list(whole.view(size, *shape).unbind(0))
 
@@ -103,19 +103,32 @@ def both_in_pieces(output_sizes: Sequence[int], input_sizes: Sequence[int], size
 def pieces(what: str, whole: Tensor, sizes: Sequence[int], size: int) -> Sequence[Tensor]:
     """``whole`` cut along its first dim for ``size`` ranks; in equal pieces where no sizes are given."""
     if whole.dim() == 0:
-        raise ValueError(f"the {what} is {describe(whole)}, and must have a dim to be cut along")
+        raise ValueError(f"the {what} is {shown(whole)}, and must have a dim to be cut along")
 
     length = whole.shape[0]
     if not sizes:
         if length % size:
-            raise ValueError(f"the {what} is {describe(whole)}: {length} is no multiple of {size} ranks")
+            raise ValueError(f"the {what} is {shown(whole)}: {length} is no multiple of {size} ranks")
 
         return list(whole.split([length // size] * size))
 
     if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
-        raise ValueError(f"the {what} is {describe(whole)}, and can't be split in {list(sizes)} for {size} ranks")
+        raise ValueError(f"the {what} is {shown(whole)}, and can't be split in {list(sizes)} for {size} ranks")
 
     return list(whole.split(list(sizes)))
+
+
+def shown(tensor: Tensor) -> str:
+    """A tensor in an error: ``dist.*`` gives a complex one as a view of real numbers, and it is called what it was."""
+    base = tensor._base if tensor._is_view() else None
+    if base is None or not base.is_complex() or tensor.dtype != base.dtype.to_real():
+        return describe(tensor)
+
+    *strides, last = tensor.stride() or (0,)
+    if tensor.shape[-1:] != (2,) or last != 1 or any(stride % 2 for stride in strides):  # the real part, say
+        return describe(tensor)
+
+    return f"{str(base.dtype)[6:]}{list(tensor.shape[:-1])}"  # without "torch."
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -154,7 +167,7 @@ def one_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """The dtype of all of them."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) != 1:
-        raise ValueError(f"the tensors must have one dtype, and are {describe_all(tensors)}")
+        raise ValueError(f"the tensors must have one dtype, and are {', '.join(map(shown, tensors))}")
 
     return dtypes.pop()
 
@@ -162,7 +175,7 @@ def one_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 def check_fits(what: str, tensor: Tensor, other: Tensor) -> None:
     """``tensor`` is of the shape that this rank's place among the ranks has."""
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        raise ValueError(f"this rank's {what} is {describe(tensor)}, but {describe(other)} among the ranks'")
+        raise ValueError(f"this rank's {what} is {shown(tensor)}, but {shown(other)} among the ranks'")
 
 
 def check_together(call: str, tensors: Sequence[Tensor]) -> None:
