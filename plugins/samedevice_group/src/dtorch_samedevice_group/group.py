@@ -430,10 +430,10 @@ class SameDeviceProcessGroup(TorchSide, dist.ProcessGroup):
         return SendWork()
 
     def recv(self, tensors: Sequence[Tensor] | Tensor, src: int, tag: int = 0) -> Waited:
-        return self._receive(src, tag, only("buffer", tensors))
+        return self._receive(src, tag, plainly(only("buffer", tensors)))
 
     def recv_anysource(self, tensors: Sequence[Tensor] | Tensor, tag: int = 0) -> Waited:
-        return self._receive(None, tag, only("buffer", tensors))
+        return self._receive(None, tag, plainly(only("buffer", tensors)))
 
     recvAnysource = recv_anysource  # called from C++ since torch 2.14
 
