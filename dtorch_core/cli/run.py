@@ -32,8 +32,9 @@ SHARED = {
     "the environment in C": "what a rank sets in os.environ, C code and child processes see as the last rank set it",
     "output that Python does not write": "it has no label",
     "compiled code": "torch.compile's caches and its limit of recompilations",
-    "profiler and export": "one rank at a time",
-    "exit handlers": "atexit: they run when all ranks have ended",
+    "tracing": "torch.export, torch.fx: ranks take turns",
+    "profiler": "one rank at a time",
+    "exit handlers": "atexit: they run when all ranks have ended, and have no process group",
     "forked children": "may wait for what other ranks held; DataLoader: multiprocessing_context='forkserver'",
     "symmetric memory and RPC": "for processes alone, as is AsyncCheckpointerType.PROCESS",
 }
