@@ -148,6 +148,9 @@ class CudaTests(StoreConformance):
 
         def body(store: TensorStore) -> None:
             with _side_stream(store, "current stream") as (stream, _):
+                made().clone()  # loads the kernel, which would wait for all that sleeps
+                stream.synchronize()
+                store.barrier()
                 if store.rank == 0:
                     tensor = made()
                     address = tensor.data_ptr()
