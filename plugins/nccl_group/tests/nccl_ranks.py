@@ -17,6 +17,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from dtorch_nccl_group import group as factory
+from dtorch_nccl_group.environment import Environment
+from dtorch_nccl_group.torch_nccl import WITHOUT_RECORDER, recorder_takes_one_rank
 
 import dtorch_core
 from dtorch_core import BackendSpec, PeerLostError, RankFailedError, StoreTimeoutError, Support, hookimpl, spawn
@@ -27,8 +29,14 @@ GLOO_LIMIT = 20.0
 """The same for ranks that are threads, over Gloo."""
 
 
+_environment = Environment({})
+
+
 def made(store, rank, world_size, timeout, name, *, shared):
-    return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
+    def make():
+        return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
+
+    return _environment.made(make, WITHOUT_RECORDER if shared and recorder_takes_one_rank() else None)
 
 
 def gloo(*, queued=False):
