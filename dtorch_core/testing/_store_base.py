@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dtorch_core._meeting.member import normal_device
+from dtorch_core.errors import PeerLostError, RankFailedError
 from dtorch_core.launcher import RankContext
 from dtorch_core.store import TensorStore
-from dtorch_core.testing._harness import CUDA, Conformance, run_ranks
+from dtorch_core.testing._harness import CUDA, Background, Conformance, asleep, run_ranks
 
 T = TypeVar("T")
 
@@ -25,6 +27,9 @@ OWN = 5 * SHORT
 
 HUGE = (4_202_499,)
 """Some 16 MiB of float32, which tells all its positions apart: more than a power of two, and no whole pages."""
+
+Ending = Callable[[], object]
+"""A wait that is expected to end badly."""
 
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 
@@ -63,6 +68,40 @@ class StoreConformance(Conformance):
     ) -> list[T]:
         """``rank(ctx)`` on every rank, for tests that open stores themselves."""
         return run_ranks(rank, world_size, self.patience, devices=device or self.home)
+
+    def told_of_a_death(self, waits: Callable[[TensorStore], tuple[Ending, Sequence[Ending]]]) -> list[PeerLostError]:
+        """What two survivors are told of rank 2, which dies while they wait.
+
+        :param waits: for a survivor's store, the wait that is pending then, and those that are begun later.
+        """
+        ready = threading.Semaphore(0)
+        expected: dict[int, int] = {}
+        errors: list[PeerLostError] = []
+
+        def body(store: TensorStore) -> None:
+            if store.rank == 2:
+                for _ in range(2):
+                    assert ready.acquire(timeout=self.patience)
+
+                raise ZeroDivisionError("rank 2 fails on purpose")
+
+            own, later = waits(store)
+            expected[store.rank] = 1 + len(later)
+            pending = Background(own)
+            asleep(pending)
+            ready.release()
+            for ending in (pending.result, *later):
+                with pytest.raises(PeerLostError, match="rank 2") as caught:
+                    ending()
+
+                errors.append(caught.value)
+
+        with pytest.raises(RankFailedError, match="on purpose"):
+            self.ranks(body, 3)
+
+        assert sorted(expected) == [0, 1]
+        assert len(errors) == sum(expected.values()), f"of {expected} waits of the survivors {len(errors)} ended so"
+        return errors
 
 
 def coded(tag: int, shape: Sequence[int] = (7,), device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:

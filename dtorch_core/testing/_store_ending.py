@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from dtorch_core.errors import (
 from dtorch_core.launcher import RankContext
 from dtorch_core.store import TensorStore
 from dtorch_core.testing._harness import Background, asleep
-from dtorch_core.testing._store_base import OWN, SHORT, StoreConformance, coded, take
+from dtorch_core.testing._store_base import OWN, SHORT, Ending, StoreConformance, coded, take
 
 Wait = Callable[..., object]
 """One of the four below: takes the store and ``timeout``."""
@@ -572,38 +572,17 @@ class EndingTests(StoreConformance):
     @WAITS_AND_RESET
     def test_death_ends_every_wait_of_every_survivor(self, wait: Wait) -> None:
         """Pending and later ones, also those that another rank could satisfy: the store has to be opened anew."""
-        ready = threading.Semaphore(0)
-        errors: dict[int, list[PeerLostError]] = {0: [], 1: []}
 
-        def body(store: TensorStore) -> None:
-            if store.rank == 2:
-                for _ in range(2):
-                    assert ready.acquire(timeout=self.patience)
-
-                raise ZeroDivisionError("rank 2 fails on purpose")
-
+        def waits(store: TensorStore) -> tuple[Ending, Sequence[Ending]]:
             store.src_set(f"of {store.rank}", coded(0, device=self.home), 1)
 
             def own() -> object:
                 return store.src_wait_until_get_finished(f"of {store.rank}") if wait is _finished else wait(store)
 
-            pending = Background(own)
-            asleep(pending)
-            ready.release()
-            for ending in (pending.result, own):
-                with pytest.raises(PeerLostError) as caught:
-                    ending()
+            return own, [own]
 
-                errors[store.rank].append(caught.value)
-
-        with pytest.raises(RankFailedError, match="on purpose"):
-            self.ranks(body, 3)
-
-        for survivor in (0, 1):
-            assert len(errors[survivor]) == 2, errors
-            for error in errors[survivor]:
-                assert "rank 2" in str(error)
-                assert str(os.getpid()) in str(error)
+        for error in self.told_of_a_death(waits):
+            assert str(os.getpid()) in str(error)
 
     def test_death_leaves_what_is_satisfied(self) -> None:
         """A key that is set can be got, and a wait whose consumers have finished returns."""

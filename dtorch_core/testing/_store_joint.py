@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,14 +12,12 @@ from dtorch_core.errors import (
     AbortedError,
     CollectiveMismatchError,
     DtorchError,
-    PeerLostError,
-    RankFailedError,
     StoreTimeoutError,
 )
 from dtorch_core.joint import Offer, Task
 from dtorch_core.store import TensorStore
-from dtorch_core.testing._harness import Background, asleep, requires
-from dtorch_core.testing._store_base import SHORT, WORLDS, StoreConformance, coded, same, take
+from dtorch_core.testing._harness import requires
+from dtorch_core.testing._store_base import SHORT, WORLDS, Ending, StoreConformance, coded, same, take
 
 
 def _nothing(offers: Sequence[Offer]) -> Sequence[Task]:
@@ -153,28 +151,10 @@ class JointTests(StoreConformance):
         self.ranks(body, 2)
 
     def test_post_ends_with_a_rank_that_dies(self) -> None:
-        ready, seen = threading.Semaphore(0), []
-
-        def body(store: TensorStore) -> None:
-            if store.rank == 2:
-                for _ in range(2):
-                    assert ready.acquire(timeout=self.patience)
-
-                raise ZeroDivisionError("rank 2 fails on purpose")
-
-            def wait(key: str) -> Callable[[], object]:
+        def waits(store: TensorStore) -> tuple[Ending, Sequence[Ending]]:
+            def wait(key: str) -> Ending:
                 return lambda: store.post(key, "", (), _nothing).wait(self.patience / 2)
 
-            pending = Background(wait("one"))
-            asleep(pending)
-            ready.release()
-            for ending in (pending.result, wait("two")):
-                with pytest.raises(PeerLostError, match="rank 2"):
-                    ending()
+            return wait("one"), [wait("two")]
 
-            seen.append(store.rank)
-
-        with pytest.raises(RankFailedError, match="on purpose"):
-            self.ranks(body, 3)
-
-        assert sorted(seen) == [0, 1]
+        self.told_of_a_death(waits)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from dtorch_core.errors import PeerLostError, RankFailedError, StoreTimeoutError, UnsupportedOperationError
+from dtorch_core.errors import PeerLostError, StoreTimeoutError, UnsupportedOperationError
 from dtorch_core.store import TensorStore
-from dtorch_core.testing._harness import Background, asleep
-from dtorch_core.testing._store_base import SHORT, StoreConformance, coded, same
-
-Ending = Callable[[], object]
-"""A wait that is expected to end badly."""
+from dtorch_core.testing._store_base import SHORT, Ending, StoreConformance, coded, same
 
 
 class MessageTests(StoreConformance):
@@ -198,29 +194,11 @@ class MessageTests(StoreConformance):
 
     def test_message_of_a_rank_that_dies(self) -> None:
         """Waits for it end, pending and later ones; so do those for others, as all of that store."""
-        ready, seen = threading.Semaphore(0), []
 
-        def body(store: TensorStore) -> None:
-            if store.rank == 2:
-                for _ in range(2):
-                    assert ready.acquire(timeout=self.patience)
+        def waits(store: TensorStore) -> tuple[Ending, Sequence[Ending]]:
+            def receive(src: int) -> Ending:
+                return lambda: store.expect(src, 0).wait(self.patience / 2)
 
-                raise ZeroDivisionError("rank 2 fails on purpose")
+            return receive(2), [receive(2), receive(1 - store.rank)]
 
-            def receive(src: int) -> object:
-                return store.expect(src, 0).wait(self.patience / 2)
-
-            pending = Background(lambda: receive(2))
-            asleep(pending)
-            ready.release()
-            endings: list[Ending] = [pending.result, lambda: receive(2), lambda: receive(1 - store.rank)]
-            for ending in endings:
-                with pytest.raises(PeerLostError, match="rank 2"):
-                    ending()
-
-            seen.append(store.rank)
-
-        with pytest.raises(RankFailedError, match="on purpose"):
-            self.ranks(body, 3)
-
-        assert sorted(seen) == [0, 1]
+        self.told_of_a_death(waits)
