@@ -24,7 +24,8 @@ from dtorch_core._text import not_copied
 from dtorch_core.checks import check_device
 from dtorch_core.checks import check_publish as check_publish
 from dtorch_core.errors import PluginError
-from dtorch_core.joint import FourSteps, Ticket, Work
+from dtorch_core.joint import Ticket, Work
+from dtorch_core.joint_steps import FourSteps
 from dtorch_core.mail import FourStepMail, Receipt
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dtorch_core import (
     Support,
     TensorStore,
     UnsupportedOperationError,
+    UnsupportedTensorError,
     hookimpl,
     use_backend,
 )
@@ -65,6 +67,25 @@ def on_ranks(body, world_size=2, timeout=LIMIT):
             return body(store)
 
     return run_ranks(rank, world_size, 2 * LIMIT)
+
+
+def held_back(store, part):
+    """Keep what this rank says under keys with ``part`` from the others, as a slow wire does; what lets it arrive."""
+    says, kept = store.src_set, []
+
+    def src_set(key, *args, **options):
+        if part in key:
+            kept.append(partial(says, key, *args, **options))
+        else:
+            says(key, *args, **options)
+
+    def arrive():
+        store.src_set = says
+        for say in kept:
+            say()
+
+    store.src_set = src_set
+    return arrive
 
 
 def add_up(offers):
@@ -267,6 +288,7 @@ class TestJointWork:
 
         def body(store):
             tensor = torch.full((2,), float(store.rank))
+            store.barrier()  # who comes later than another one has given up is late
             if store.rank != late:
                 deadline = 0.1 if store.rank == (late + 1) % 3 else 0.4
                 begun = time.monotonic()
@@ -285,6 +307,214 @@ class TestJointWork:
 
             assert tensor.eq(store.rank).all(), "nobody's tensor was touched"
             gave_up.wait(LIMIT)
+
+        on_ranks(body, 3)
+
+    @pytest.mark.parametrize("first", [0, 1, 2])
+    @pytest.mark.parametrize("behind", [1, 2])
+    def test_late_rank_and_news_of_who_gave_up_that_is_still_on_its_way(self, first, behind):
+        """Nothing depends on when that news is read: the work asks every rank whether it is still in."""
+        late = (first + behind) % 3
+        gave_up, over = threading.Event(), threading.Barrier(3)
+
+        def body(store):
+            arrive = held_back(store, "joint/retired")
+            tensor = torch.full((2,), float(store.rank))
+            if store.rank == first:
+                with pytest.raises(StoreTimeoutError):
+                    store.post("late", "", (tensor,), add_up).wait(0.1)
+
+                gave_up.set()
+            else:
+                if store.rank == late:
+                    assert gave_up.wait(LIMIT)
+
+                ticket = store.post("late", "", (tensor,), add_up)
+                with pytest.raises(AbortedError, match=f"rank {first} gave up on late"):
+                    ticket.wait(LIMIT / 2)
+
+            over.wait(LIMIT)
+            assert tensor.eq(store.rank).all(), "it was its own rank's again"
+            over.wait(LIMIT)
+            arrive()
+
+        on_ranks(body, 3)
+
+    def test_later_call_names_who_gave_up_when_that_news_comes_while_it_waits(self):
+        waits = threading.Event()
+
+        def body(store):
+            if store.rank == 1:
+                arrive = held_back(store, "joint/retired")
+                with pytest.raises(StoreTimeoutError):
+                    store.post("one", "", (), add_up).wait(0.05)
+
+                assert waits.wait(LIMIT)
+                arrive()
+            else:
+                ticket = store.post("two", "", (), add_up)
+                call = Background(lambda: ticket.wait(0.5))
+                asleep(call)
+                waits.set()
+                with pytest.raises(AbortedError, match="two: rank 1 gave up on one"):
+                    call.result(LIMIT)
+
+            store.barrier()
+
+        on_ranks(body)
+
+    def test_nobody_gives_up_work_that_has_begun(self):
+        """It writes to every rank's tensors, and ends by itself."""
+        begun, release = threading.Event(), threading.Event()
+
+        def held(offers):
+            begun.set()
+            assert release.wait(LIMIT)
+            return add_up(offers)
+
+        def body(store):
+            tensor = torch.ones(2)
+            ticket = store.post("slow", "", (tensor,), held)
+            assert begun.wait(LIMIT)
+            call = Background(lambda: ticket.wait(0.05))
+            asleep(call)
+            store.barrier()
+            call.thread.join(0.2)
+            assert call.thread.is_alive()
+            store.barrier()
+            release.set()
+            call.result(LIMIT)
+            assert tensor.tolist() == [3.0, 3.0]
+
+        on_ranks(body, 3)
+
+    def test_rank_0_gives_up_on_a_rank_that_has_come_and_does_not_answer(self):
+        """The others have said that they are in, and are told at once."""
+        gave_up, over = threading.Event(), threading.Barrier(3)
+
+        def body(store):
+            silent = held_back(store, "/in/") if store.rank == 2 else None
+            tensor = torch.full((2,), float(store.rank))
+            ticket = store.post("silent", "", (tensor,), add_up)
+            if store.rank == 0:
+                with pytest.raises(StoreTimeoutError, match="rank 1, rank 2 had come, but did not all answer"):
+                    ticket.wait(0.2)
+
+                gave_up.set()
+            else:
+                assert gave_up.wait(LIMIT)
+                with pytest.raises(AbortedError, match="rank 0 gave up on silent"):
+                    ticket.wait(LIMIT / 2)
+
+            if silent:
+                silent()
+
+            over.wait(LIMIT)
+            assert tensor.eq(store.rank).all()
+
+        on_ranks(body, 3)
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_work_that_nobody_waits_for_is_given_up_at_the_stores_timeout(self, first):
+        told = threading.Event()
+
+        def body(store):
+            if store.rank == first:
+                store.post("dropped", "", (), add_up).add_done_callback(told.set)
+
+            assert told.wait(LIMIT)
+            store.barrier()
+            for key in ("next" if store.rank == first else "dropped", "last"):
+                with pytest.raises(AbortedError, match=f"rank {first} gave up on dropped"):
+                    store.post(key, "", (), add_up).wait(0.9)
+
+            store.barrier()
+
+        on_ranks(body, 2, timeout=1.0)
+
+    def test_rank_that_leaves_before_the_work_ends_the_others_calls(self):
+        """Also where other ranks are left, of which one might have satisfied what rank 0 waits for."""
+        posted, left = threading.Event(), threading.Event()
+
+        def body(store):
+            if store.rank == 1:
+                ticket = store.post("left", "", (torch.ones(2),), add_up)
+                assert posted.wait(LIMIT)
+                store.close()
+                left.set()
+                with pytest.raises(AbortedError):
+                    ticket.wait(LIMIT)
+
+                return
+
+            if store.rank == 0:
+                ticket = store.post("left", "", (torch.ones(2),), add_up)
+                posted.set()
+            else:
+                assert left.wait(LIMIT)
+                ticket = store.post("left", "", (torch.ones(2),), add_up)
+
+            with pytest.raises(PeerLostError, match="rank 1"):
+                ticket.wait(LIMIT / 2)
+
+        on_ranks(body, 3)
+
+    def test_tensor_that_the_store_refuses_ends_the_call_on_every_rank(self):
+        def body(store):
+            sets = store.src_set
+
+            def refuses(key, tensor, *args, **options):
+                if options.get("writable"):
+                    raise UnsupportedTensorError("not today")
+
+                sets(key, tensor, *args, **options)
+
+            store.src_set = refuses if store.rank == 1 else sets
+            with pytest.raises(UnsupportedTensorError, match="not today"):
+                store.post("refused", "", (torch.ones(2),), add_up).wait(LIMIT / 2)
+
+            store.src_set = sets
+            good = torch.ones(1)
+            store.post("good", "", (good,), add_up).wait(LIMIT / 2)
+            assert good.item() == 3
+
+        on_ranks(body, 3)
+
+    @pytest.mark.parametrize("how", ["abort", "death", "close"])
+    def test_tensors_are_their_ranks_own_once_its_call_has_raised(self, how):
+        """Whatever ends it while the work is done: where that is in this process, the call raises behind it."""
+        begun, release = threading.Event(), threading.Event()
+
+        def held(offers):
+            begun.set()
+            assert release.wait(LIMIT)
+            return add_up(offers)
+
+        def body(store):
+            tensor = torch.ones(2)
+            ticket = store.post("cut short", "", (tensor,), held)
+            assert begun.wait(LIMIT)
+            if store.rank == 1:
+                call = Background(lambda: ticket.wait(LIMIT))
+                asleep(call)
+                store.barrier()
+                if how == "close":
+                    store.close()
+
+                call.thread.join(0.2)
+                assert call.thread.is_alive(), "its tensor is being written"
+                release.set()
+                with pytest.raises(AbortedError if how != "death" else PeerLostError):
+                    call.result(LIMIT)
+
+                assert tensor.tolist() == [3.0, 3.0]
+                return
+
+            store.barrier()
+            if store.rank == 2 and how != "close":
+                store.abort("on purpose", died=how == "death")
+
+            assert release.wait(LIMIT)
 
         on_ranks(body, 3)
 
