@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dtorch_core._futures import settle_after
+from dtorch_core.errors import DtorchError
 
 
 class Offer(NamedTuple):
@@ -127,3 +129,18 @@ def copy_of(error: BaseException) -> BaseException:
 
     twin.__cause__ = error
     return twin
+
+
+def let_go(error: BaseException) -> None:
+    """Of an error that is kept, for others to raise copies of: it forgets the frames that it came through.
+
+    They, and those that called them, hold the tensors of all ranks, and often what keeps the error: only the cyclic
+    garbage collector would end that. What is none of ours still says where it was raised, in a note.
+    """
+    link: BaseException | None = error
+    while link is not None and link.__traceback__ is not None:
+        if not isinstance(link, DtorchError):
+            link.add_note("Raised here:\n" + "".join(traceback.format_tb(link.__traceback__)).rstrip())
+
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__

@@ -38,7 +38,7 @@ from dtorch_core.errors import (
     StoreTimeoutError,
     UnsupportedTensorError,
 )
-from dtorch_core.joint import Offer, Ticket, WithEarlier, Work, copy_of
+from dtorch_core.joint import Offer, Ticket, WithEarlier, Work, copy_of, let_go
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,21 +128,31 @@ class FourSteps:
             self._pending[share] = None
 
         def run() -> None:
-            try:
-                if store.rank == 0:
-                    notes = self._lead(store, share, offer, work, stream)
-                else:
-                    notes = self._follow(store, share, offer, stream)
+            outcome = self._outcome(store, share, offer, work, stream)
+            if isinstance(outcome, BaseException):
+                let_go(outcome)
 
-                self._settle(share, Done(notes, streams.record(tensors[0], stream) if tensors else None))
-            except BaseException as error:
-                if isinstance(error, StoreTimeoutError) and not share.over:
-                    self.give_up(store, share, store.timeout, overdue=True)
-
-                self._settle(share, error)
+            self._settle(share, outcome)
 
         threading.Thread(target=run, name=f"{store.name} rank {store.rank} {key}", daemon=True).start()
         return _ThreadTicket(self, store, share, earlier)
+
+    def _outcome(
+        self, store: TensorStore, share: Share, offer: Offer, work: Work, stream: torch.cuda.Stream | None
+    ) -> Done | BaseException:
+        """Do this rank's part."""
+        try:
+            if store.rank == 0:
+                notes = self._lead(store, share, offer, work, stream)
+            else:
+                notes = self._follow(store, share, offer, stream)
+
+            return Done(notes, streams.record(offer.tensors[0], stream) if offer.tensors else None)
+        except BaseException as error:
+            if isinstance(error, StoreTimeoutError) and not share.over:
+                self.give_up(store, share, store.timeout, overdue=True)
+
+            return error
 
     # Giving up
 

@@ -1,7 +1,9 @@
 """What TensorStore makes of the four steps: joint work, messages, and so a samedevice group over any store."""
 
+import gc
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -248,6 +250,44 @@ class TestJointWork:
             assert good.item() == 3
 
         on_ranks(body, 3)
+
+    def test_failed_call_keeps_no_tensors(self):
+        """Not even until the garbage collector looks for cycles, nor while its error is kept."""
+
+        class Memory(bytearray):
+            pass
+
+        def fails(offers):
+            raise CollectiveMismatchError("these do not fit")
+
+        def body(store):
+            memory = Memory(400)
+            seen = weakref.ref(memory)
+            tensor = torch.frombuffer(memory, dtype=torch.float32)
+            del memory
+            ticket = store.post("fails", "", (tensor,), fails)
+            with pytest.raises(CollectiveMismatchError) as caught:
+                ticket.wait(LIMIT)
+
+            del tensor
+            if store.rank == 0:  # the threads have ended, too
+                for thread in threading.enumerate():
+                    if thread.name.startswith("own rank"):
+                        thread.join(LIMIT)
+
+            store.barrier()
+            kept = seen() is not None
+            store.barrier()
+            assert "these do not fit" in str(caught.value)
+            return kept
+
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            assert on_ranks(body, 2) == [False, False]
+        finally:
+            if collects:
+                gc.enable()
 
     def test_callback_is_called_when_it_is_done_or_never_will_be(self):
         over = threading.Event()
