@@ -22,7 +22,8 @@ RUN = $(VENV)/bin/python
 PIP = $(RUN) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 # torch is as TORCH brought it; what comes with the machine is as it is.
 PINNED = $(if $(VENV_SITE),,-c $(VENV)/constraints.txt)
-MANIFESTS = constraints.txt requirements-demo.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
+MANIFESTS = constraints.txt requirements-demo.txt pyproject.toml $(wildcard plugins/*/pyproject.toml) \
+	$(wildcard plugins/*/hatch_build.py plugins/*/src/*/*.c)
 
 .PHONY: help demo test test-core test-plugins cuda upstream bench lint types clean FORCE
 .DELETE_ON_ERROR:
@@ -73,7 +74,7 @@ types: $(VENV)/.tools
 		-p training -m train_fsdp2 -m train_ddp -m transformers_tensor_parallel
 
 clean:
-	rm -rf .venv .venv-site .venv-ci .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-site .venv-ci .pytest_cache .mypy_cache .ruff_cache plugins/*/src/*/*.so
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(if $(VENV_SITE),--system-site-packages) $(VENV)

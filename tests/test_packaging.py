@@ -163,6 +163,43 @@ class TestWheels:
         assert f"{name}.hooks" in points[0] or name == "dtorch_core"
 
 
+class TestCompiled:
+    """What waiting threads of dtorch-memory-store look with is C: a wheel has it where there is a compiler."""
+
+    @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+    def test_wheel_holds_what_was_compiled_for_this_platform(self, wheels: Path, environment: Environment) -> None:
+        (path,) = wheels.glob("dtorch_memory_store-*.whl")
+        assert "-py3-none-linux_" in path.name
+        environment.install("dtorch-memory-store")
+        said = environment.run("from dtorch_memory_store.looking import available; print(available() is not None)")
+        assert said.strip() == "True"
+
+    @pytest.mark.parametrize("compiler", ["false", "no-such-compiler --really"])
+    def test_wheel_without_a_compiler_has_python_alone_and_works(
+        self, compiler: str, tmp_path: Path, wheels: Path, environment: Environment
+    ) -> None:
+        folder = tmp_path / "wheels"
+        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+        done = call([*build, "-w", str(folder), str(FOLDERS["dtorch_memory_store"])], env={"CC": compiler})
+        assert done.returncode == 0, done.stderr
+        (path,) = folder.glob("*.whl")
+        assert path.name.endswith("-py3-none-any.whl")
+        environment.install("dtorch-core")
+        environment.install(str(path), deps=False)
+        said = environment.run(
+            "import torch, dtorch_memory_store.looking as looking\n"
+            "from dtorch_core import spawn\n"
+            "def program(ctx):\n"
+            "    with ctx.open_store('s') as store:\n"
+            "        if ctx.rank == 0:\n"
+            "            return store.src_set('k', torch.arange(3), 1) or store.src_wait_until_get_finished('k')\n"
+            "        with store.borrow('k') as tensor:\n"
+            "            return tensor.tolist()\n"
+            "print(looking.available(), spawn(program, 2))"
+        )
+        assert said.strip() == "None [None, [0, 1, 2]]"
+
+
 class TestMetadata:
     def test_versions_are_equal(self) -> None:
         assert len({project(folder)["version"] for folder in FOLDERS.values()}) == 1

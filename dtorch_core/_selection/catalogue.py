@@ -26,6 +26,7 @@ VARIABLES = {
     "DTORCH_FILE_ARENA_BYTES": "how many bytes of shared memory dtorch-file-store may hold in one process",
     "DTORCH_FILE_IPC": "0: CUDA tensors go through host memory between processes of dtorch-file-store",
     "DTORCH_FUSED": "0: collectives of dtorch-samedevice-group on CUDA use torch's kernels, not fused ones",
+    "DTORCH_LOOK": "0: waiting threads of dtorch-memory-store sleep at once, and do not look for a moment before",
     "DTORCH_SESSION_DIR": "where dtorch-file-store keeps the sessions of this user",
 }
 """The environment variables that first-party plugins read, and what each is for."""

@@ -37,3 +37,10 @@ def dtorch_register_promises() -> list[BackendSpec]:
             capabilities=frozenset({"cpu", "cuda", "await"}),
         )
     ]
+
+
+@hookimpl
+def dtorch_doctor() -> list[str]:
+    from dtorch_memory_store import looking  # not to list what is installed
+
+    return [looking.report()]

@@ -8,26 +8,25 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from dtorch_core.presence import Presence, Wait
+from dtorch_memory_store import looking
 
 log = logging.getLogger("dtorch")
-
-_LONGEST = threading.TIMEOUT_MAX
-"""Seconds that a lock can be waited for."""
 
 
 class Waiter(Wait):
     """One blocked thread of one rank: asleep on a lock of its own, so that nobody else's wake-up disturbs it."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("lock", "seat")
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self.lock = threading.Lock()
+        self.lock.acquire()
+        self.seat: looking.Seat | None = None
 
     def wake(self) -> None:
         """Let the thread go on; called once, after ``done`` or ``error`` was set, outside the mutex."""
-        self._lock.release()
+        looking.wake(self)
 
     def sleep(self, timeout: float) -> None:
         """Block until woken, or for ``timeout`` seconds."""
@@ -35,7 +34,7 @@ class Waiter(Wait):
             for queue in list(_here.queues.values()):
                 _call(queue)
 
-        self._lock.acquire(True, 0 if timeout <= 0 else timeout if timeout < _LONGEST else _LONGEST)
+        looking.sleep(self, timeout)
 
 
 class Notice(Waiter):
