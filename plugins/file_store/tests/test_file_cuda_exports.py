@@ -104,11 +104,11 @@ class TestExports:
         monkeypatch.setattr(exports, "ticket", lambda given: made.append(1) or ticket(given))
         said = [exports.offer(CudaLike(each)) for each in (tensor, tensor, tensor[5:], tensor[5:], tensor)]
         assert len(made) == 2
-        assert said[0] == said[1] == said[4] == ticket(CudaLike(tensor)).to_json()
-        assert Ticket.from_json(said[2]) == ticket(CudaLike(tensor[5:]))
+        assert said[0] == said[1] == said[4] == ticket(CudaLike(tensor)).pack()
+        assert Ticket.unpack(said[2]) == ticket(CudaLike(tensor[5:]))
         calls.allocations["block"] = calls.allocations["block"]._replace(buffer=6)
         again = exports.offer(CudaLike(tensor))
-        assert Ticket.from_json(again).allocation == 2
+        assert Ticket.unpack(again).allocation == 2
         assert exports.gone() == [1]
 
     def test_memory_without_a_handle_is_refused_with_the_reason(self, calls, tensor):

@@ -88,7 +88,7 @@ class TestImports:
         imports, made = Imports(calls, Devices(calls)), []
         tensor = imports.tensor
         monkeypatch.setattr(imports, "tensor", lambda *given: made.append(1) or tensor(*given))
-        said = ticket_of(memory).to_json()
+        said = ticket_of(memory).pack()
         with torch.inference_mode():
             first = imports.offered(1, said)
 
@@ -96,7 +96,7 @@ class TestImports:
         assert len(made) == 1 and first is not second and not second.is_inference()
         first[3] = 33
         assert second.tolist() == memory.tolist() == [0, 1, 2, 33, 4, 5, 6, 7]
-        assert imports.offered(2, ticket_of(memory, 9).to_json()).tolist() == memory.tolist() and len(made) == 2
+        assert imports.offered(2, ticket_of(memory, 9).pack()).tolist() == memory.tolist() and len(made) == 2
 
         imports.gone(1, [1])
         del first

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from dtorch_file_store.node import Node
 from dtorch_file_store.waiting import Waiter
 from dtorch_file_store.wire import Message, frame
 
-Said = tuple[Any, ...]
+Said = bytes
 """A ticket as it travels."""
 
 Finish = torch.cuda.Event | torch.cuda.Stream | tuple[int, Sequence[int] | None]

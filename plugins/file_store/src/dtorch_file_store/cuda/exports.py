@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -54,7 +53,7 @@ class Exports:
         """By the address that the allocation begins at."""
         self._next = 1
         self._gone: list[int] = []
-        self._known: dict[tuple[object, ...], tuple[int, tuple[Any, ...]]] = {}
+        self._known: dict[tuple[object, ...], tuple[int, bytes]] = {}
         """By a tensor's place and layout: its allocation's buffer, and its ticket as it travels."""
 
     def ticket(self, tensor: Tensor) -> Ticket:
@@ -89,7 +88,7 @@ class Exports:
         uuid = self._devices.uuids[found.ordinal]
         return Ticket(this_process(), uuid, export.number, export.handle, offset, layout, conjugate, negative)
 
-    def offer(self, tensor: Tensor) -> tuple[Any, ...]:
+    def offer(self, tensor: Tensor) -> bytes:
         """As :meth:`ticket`, as it travels. Programs offer the same tensors again and again: that is quick."""
         address = tensor.data_ptr()
         place = address, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
@@ -98,7 +97,7 @@ class Exports:
             return known[1]
 
         ticket = self.ticket(tensor)
-        said = ticket.to_json()
+        said = ticket.pack()
         if ticket.allocation:
             if len(self._known) >= _MOST:
                 self._known.clear()

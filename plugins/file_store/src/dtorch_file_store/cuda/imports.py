@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from dtorch_file_store.cuda.ticket import Ticket, this_process
 
 foreign: Counter[int] = Counter()
 """How many mappings of this process begin at an address: such memory can't be offered again."""
-
-_ALLOCATION = Ticket._fields.index("allocation")
 
 _MOST = 1000
 """Tensors that are remembered."""
@@ -98,8 +95,8 @@ class Imports:
         self._mutex = threading.Lock()
         self._openings: dict[tuple[int, int], _Opening] = {}
         """By peer, and its number for the allocation."""
-        self._known: dict[tuple[int, tuple[Any, ...]], Tensor] = {}
-        """Tensors over memory that is still offered, by peer and ticket."""
+        self._known: dict[tuple[int, bytes], tuple[Tensor, int]] = {}
+        """Tensors over memory that is still offered, and its allocation's number; by peer and ticket."""
         self._closed = False
 
     def tensor(self, peer: int, ticket: Ticket) -> Tensor:
@@ -126,16 +123,16 @@ class Imports:
         weakref.finalize(memory.untyped_storage(), mapping.drop, number).atexit = False
         return ticket.over(memory)
 
-    def offered(self, peer: int, said: tuple[Any, ...]) -> Tensor:
+    def offered(self, peer: int, said: bytes) -> Tensor:
         """As :meth:`tensor`, for a ticket as it travels. To be offered the same again is quick: that is an alias.
 
         :raises DtorchError: as :meth:`tensor` does.
         """
         known = self._known.get((peer, said))
         if known is None:
-            ticket = Ticket.from_json(said)
+            ticket = Ticket.unpack(said)
             with torch.inference_mode(False):  # the next one may be asked for in another mode
-                known = self.tensor(peer, ticket)
+                known = self.tensor(peer, ticket), ticket.allocation
 
             with self._mutex:
                 if (peer, ticket.allocation) in self._openings:
@@ -144,7 +141,7 @@ class Imports:
 
                     self._known[peer, said] = known
 
-        return known.detach()
+        return known[0].detach()
 
     def gone(self, peer: int, allocations: Iterable[int]) -> None:
         """A peer has freed allocations that it offered (:meth:`Exports.gone` there). Never blocks."""
@@ -196,7 +193,7 @@ class Imports:
 
     def _condemn(self, keys: Sequence[tuple[int, int]]) -> None:
         ended = set(keys)
-        for known in [known for known in self._known if (known[0], known[1][_ALLOCATION]) in ended]:
+        for known in [known for known, (_, number) in self._known.items() if (known[0], number) in ended]:
             del self._known[known]
 
         for key in keys:

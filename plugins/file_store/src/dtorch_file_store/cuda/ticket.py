@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import secrets
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from dtorch_file_store.tensors import Layout, read
+
+_FORMAT = 2
+"""Of marshal: equal tickets are equal bytes. Later ones are written by who else refers to a part."""
 
 _process = (0, "")
 
@@ -33,7 +37,7 @@ class Ticket(NamedTuple):
     negative: bool
 
     def to_json(self) -> tuple[Any, ...]:
-        """Plain tuples, strings and numbers: what travels, and what it is known by."""
+        """Plain tuples, strings and numbers."""
         return (*self[:5], self.layout.to_json(), self.conjugate, self.negative)
 
     @classmethod
@@ -41,6 +45,15 @@ class Ticket(NamedTuple):
         """What :meth:`to_json` gave, perhaps in another process."""
         owner, device, allocation, handle, offset, layout, conjugate, negative = values
         return cls(owner, device, allocation, handle, offset, Layout.from_json(layout), conjugate, negative)
+
+    def pack(self) -> bytes:
+        """What travels, and what it is known by: made once, and read once, though it is sent again and again."""
+        return marshal.dumps(self.to_json(), _FORMAT)
+
+    @classmethod
+    def unpack(cls, said: bytes) -> Ticket:
+        """What :meth:`pack` gave, perhaps in another process. As in messages, whoever says it is trusted."""
+        return cls.from_json(marshal.loads(said))
 
     def over(self, memory: Tensor) -> Tensor:
         """The tensor that lies in ``memory``: ``uint8``, exactly the bytes that it addresses.
