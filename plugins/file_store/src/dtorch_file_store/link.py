@@ -15,7 +15,11 @@ from dtorch_core.errors import DtorchError
 from dtorch_file_store.wire import Message, Reader
 
 _RECEIVE = 64 * 1024
-_FDS = 64
+_FDS = socket.CMSG_SPACE(64 * array.array("i").itemsize)
+"""Bytes that 64 descriptors take."""
+
+_TRUNCATED = int(socket.MSG_CTRUNC)
+"""A plain number: an enum's member would cost as much as to receive a message."""
 
 LOST = -1
 """Stands for a descriptor that a process could not take, since it has as many as it may have."""
@@ -78,7 +82,7 @@ class Link:
         """
         while self._out and not self.lost:
             # Whoever holds the lock looks again after it has let it go, so that nothing is left behind.
-            if not self._sending.acquire(blocking=last):
+            if not self._sending.acquire(last):
                 return True
 
             try:
@@ -143,22 +147,27 @@ class Link:
     def _pull(self) -> bytes | None:
         """Some bytes; none at the end of the stream, None if there is nothing to read now."""
         try:
-            data, ancillary, flags, _ = self.socket.recvmsg(_RECEIVE, socket.CMSG_SPACE(_FDS * 4))
+            data, ancillary, flags, _ = self.socket.recvmsg(_RECEIVE, _FDS)
         except BlockingIOError:
             return None
         except OSError:
-            return b""
+            return None if self.socket.fileno() < 0 else b""  # closed on this side: that says nothing of the other one
 
+        if ancillary or flags & _TRUNCATED:
+            self._keep(ancillary, flags)
+
+        return data
+
+    def _keep(self, ancillary: Iterable[tuple[int, int, bytes]], flags: int) -> None:
+        """Put the descriptors that came with some bytes behind the others."""
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                 self._fds.extend(fds)
 
-        if flags & socket.MSG_CTRUNC:
+        if flags & _TRUNCATED:
             self._fds.append(LOST)  # each comes alone: see _send()
-
-        return data
 
     def take_fd(self) -> int:
         """The descriptor that came with the message now being read; the caller closes it.
