@@ -140,3 +140,41 @@ def test_job_may_wait_for_the_work_in_whose_midst_it_came():
             return waited
 
     assert run_ranks(body, 2, 2 * LIMIT) == [["at it", None]] * 2
+
+
+def test_interrupt_while_looking_leaves_no_job_undone():
+    """The message that was missing is handled, and nothing more will come: who waits again finds the call done."""
+    over = threading.Event()
+
+    def body(ctx):
+        with use_backend(store="file"), ctx.open_group("own", timeout=LIMIT) as group:
+            store, tensor = group.process_group._store, torch.ones(1)
+            node, here, interrupts = store._session.node, threading.current_thread(), []
+            after = node.after
+
+            def interrupted(woken=()):
+                if node.jobs and threading.current_thread() is here and not interrupts:
+                    interrupts.append(node.jobs)
+                    raise KeyboardInterrupt
+
+                after(woken)
+
+            group.barrier()
+            if group.rank == 1:
+                store.expect(0, 0).wait(LIMIT)  # so that the other one is there first, and looks
+                group.process_group.allreduce([tensor]).wait()
+                return over.wait(LIMIT / 2)  # and says nothing that would have the other one look up
+
+            node.after, node._watch.looking, node._watch._looks = interrupted, LIMIT, True
+            work = group.process_group.allreduce([tensor])
+            store.send(torch.tensor(0), 1, 0)
+            try:
+                work.wait()
+            except KeyboardInterrupt:
+                work.wait()
+
+            over.set()
+            node.after = after
+            return tensor.item()
+
+    assert run_ranks(body, 2, 2 * LIMIT) == [2, True]

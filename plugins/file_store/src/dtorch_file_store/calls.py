@@ -101,12 +101,16 @@ class Call:
 
     def halted(self, number: int) -> list[int]:
         """The nodes that have not reached exchange ``number``, of those that have to."""
-        return [node for node in self.awaited if self.said.get(node, -1) < number]
+        return [node for node in self.awaited if self.said.get(node, -1) < number] if self.awaited else []
 
     def what(self, rank: int) -> str:
         """How messages to ``rank`` call it."""
         offer = self.offers[rank]
         return f"{self.key}, {offer.note.partition(LINE)[0]}" if offer is not None else self.key
+
+    def moves(self) -> bool:
+        """There is nothing to look for: it is finished, or a thread is at it."""
+        return self.finished or self.running
 
     @property
     def complete(self) -> bool:

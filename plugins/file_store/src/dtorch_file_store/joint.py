@@ -125,6 +125,7 @@ class Joint:
     def wait_for(self, call: Call, rank: int, timeout: float) -> None:
         """Wait until the call is finished, doing this node's part."""
         node, deadline = self._node, time.monotonic() + timeout
+        node.look_first(call.moves, timeout)
         while not call.finished:
             with node.mutex:
                 runs = self._may_go_on(call)

@@ -50,6 +50,8 @@ class Node:
         """
         self.index = index
         self.homes = homes
+        self.own_ranks = self.ranks_at(index)
+        """The ranks of this node."""
         self.pid = os.getpid()
         self.presence = Presence(label, pids)
         self.presence.all_said = False  # until it is: see Session
@@ -103,11 +105,6 @@ class Node:
         """The ranks of a node."""
         return [rank for rank, home in enumerate(self.homes) if home == node]
 
-    @property
-    def own_ranks(self) -> list[int]:
-        """The ranks of this node."""
-        return self.ranks_at(self.index)
-
     def is_near(self, rank: int) -> bool:
         """Whether a rank is one of this process."""
         return self.homes[rank] == self.index
@@ -122,17 +119,19 @@ class Node:
     def tell(self, node: int, frame: bytes, *, fd: int | None = None, lazily: bool = False) -> None:
         """Queue a message for one other node. ``lazily``: it may wait for the next one to the same node."""
         link = self.links.get(node)
-        if link is None or link.lost:
-            return
-
-        link.queue(frame, fd)
-        if not lazily:
-            self._dirty.append(link)
+        if link is not None:
+            self._queue(link, frame, fd, lazily)
 
     def tell_all(self, frame: bytes, *, fd: int | None = None, lazily: bool = False) -> None:
         """Queue a message for every other node."""
-        for node in self.links:
-            self.tell(node, frame, fd=fd, lazily=lazily)
+        for link in self.links.values():
+            self._queue(link, frame, fd, lazily)
+
+    def _queue(self, link: Link, frame: bytes, fd: int | None, lazily: bool) -> None:
+        if not link.lost:
+            link.queue(frame, fd)
+            if not lazily:
+                self._dirty.append(link)
 
     def send(self) -> None:
         """Send what is queued, and do nothing else: whoever holds a lock, or is at a piece of work, may call it."""
@@ -220,9 +219,13 @@ class Node:
 
     def look(self) -> None:
         """Handle what has arrived by now, whoever reads; waits for nothing."""
-        for link in self.links.values():
-            if not link.lost:
-                self._take(link)
+        try:
+            for link in self.links.values():
+                if not link.lost:
+                    self._take(link)
+        except BaseException:  # Ctrl-C: what has been heard may have left a job that somebody waits for
+            self.after()
+            raise
 
     def look_for(self, come: Callable[[], bool]) -> bool:
         """Handle what arrives in the next moment, if answers have come soon of late; whether ``come`` holds then."""
@@ -233,13 +236,28 @@ class Node:
 
         return False
 
+    def look_first(self, come: Callable[[], bool], seconds: float) -> None:
+        """As :meth:`look_for`, before a :meth:`wait` of so many seconds: it costs more than most answers take.
+
+        Not where a process has several ranks: they would all look, and keep the GIL from the one that is under way.
+        """
+        if len(self.own_ranks) > 1:
+            return
+
+        for _ in self._watch.moment(seconds):
+            self.look()
+            if come():
+                self._reading.looked()
+                break
+
     def _take(self, link: Link) -> None:
         with link.reading:
             messages = link.receive()
             woken = self._handled(link, messages) if messages else []
 
-        self.after(woken)
-        if messages is None:
+        if messages:
+            self.after(woken)
+        elif messages is None:
             self._lose(link.peer, "its process ended without a goodbye")
 
     def _handled(self, link: Link, messages: Iterable[Message]) -> list[Waiter]:

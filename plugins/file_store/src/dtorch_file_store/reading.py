@@ -113,6 +113,10 @@ class Reading:
         elif reads:
             self._kick()
 
+    def looked(self) -> None:
+        """A thread has handled what it waited for without a turn: there is still no need for the background thread."""
+        self._left = time.monotonic()
+
     def close(self) -> bool:
         """Nobody begins to read for nobody any more. Whether somebody reads now. Under the mutex."""
         self._closing = True
