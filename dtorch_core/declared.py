@@ -83,13 +83,13 @@ def compute(rule: Rule | None, factor: float | None, sources: Sequence[Tensor], 
         rule.into(value, sources, factor)
 
     for target in targets:
-        if not same_place(target, value):
+        if target is not value and not same_place(target, value):
             copy_into(target, value)
 
 
 def _room(rule: Rule, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
     """A target in which the sources can be reduced; new memory if each of them is itself a source read late."""
-    if not rule.in_place:
+    if len(sources) <= 2 or not rule.in_place:
         return targets[0]
 
     late = {source.data_ptr() for source in sources[2:]}

@@ -104,17 +104,23 @@ def pack(brought: Brought) -> tuple[list[Any], bytes]:
     if not form.small:
         return [brought.note, form.text], b""
 
-    parts = []
-    for tensor, padding in zip(brought.tensors, form.padding, strict=True):
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            parts.append(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
-        else:
-            whole = plain(tensor.detach())
-            parts.append(to_bytes(whole, compact(whole)))
+    if len(brought.tensors) == 1:
+        return [brought.note, form.text], _bytes_of(brought.tensors[0])
 
-        parts.append(padding)
+    parts: list[bytes] = []
+    for tensor, padding in zip(brought.tensors, form.padding, strict=True):
+        parts += _bytes_of(tensor), padding
 
     return [brought.note, form.text], b"".join(parts)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    """Its values, one after the other."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+    whole = plain(tensor.detach())
+    return to_bytes(whole, compact(whole))
 
 
 def unpack(home: int, fields: Sequence[Any], body: bytes) -> Brought:

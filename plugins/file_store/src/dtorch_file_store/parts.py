@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -70,7 +70,7 @@ class Parts:
         brought = [offer for offer in call.offers if offer is not None]
         call.notes = [offer.note for offer in brought]
         assert work is not None, "a rank of this node has come"
-        if any(offer.ready is not None for offer in brought):
+        if any([offer.ready is not None for offer in brought]):
             yield from self._gpu.of(call, brought)
             return
 
@@ -80,7 +80,9 @@ class Parts:
 
             return
 
-        assert isinstance(work, Declared), "other work is left to the four steps"
+        if TYPE_CHECKING:
+            assert isinstance(work, Declared), "other work is left to the four steps"
+
         known = self._known_of(work, call.notes, brought)
         call.written = known.written
         tensors = {rank: brought[rank].tensors for rank in node.own_ranks}
@@ -188,20 +190,17 @@ class Parts:
         return ()
 
 
-def _from_values(
-    results: Sequence[Result], brought: Sequence[Brought], tensors: dict[int, Sequence[Tensor]]
-) -> None:
+def _from_values(results: Sequence[Result], brought: Sequence[Brought], tensors: dict[int, Sequence[Tensor]]) -> None:
     """Write all that this node's ranks get: every value is here."""
-    given = [offers.values(offer) for offer in brought]
-    copies = {place: cloned(tensors[place.rank][place.number]) for place in at_risk(results, tensors)}
-
-    def value(place: Place) -> Tensor:
-        return copies[place] if place in copies else given[place.rank][place.number]
+    given: list[Any] = [offers.values(offer) for offer in brought]
+    for rank, number in at_risk(results, tensors):
+        given[rank] = list(given[rank])
+        given[rank][number] = cloned(tensors[rank][number])
 
     for result in results:
-        targets = [tensors[place.rank][place.number] for place in result.targets if place.rank in tensors]
+        targets = [tensors[rank][number] for rank, number in result.targets if rank in tensors]
         if targets:
-            compute(result.rule, result.factor, [value(place) for place in result.sources], targets)
+            compute(result.rule, result.factor, [given[rank][number] for rank, number in result.sources], targets)
 
 
 def _rounds_by_place(rule: Rule | None) -> bool:
