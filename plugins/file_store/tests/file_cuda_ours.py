@@ -70,8 +70,8 @@ class OurDriver(Driver):
     def host_unregister(self, address):
         self.registered.remove(address)
 
-    def capturing(self, ordinal, stream):
-        return stream in self.captured
+    def capturing(self, stream):
+        return stream.cuda_stream in self.captured
 
     def stream_write(self, ordinal, stream, address, value):
         self._refuse()

@@ -204,7 +204,7 @@ class Gpu:
             if isinstance(finish, tuple):
                 home, mark = finish
                 if mark is not None:
-                    self.peer(home).wait(Mark.from_json(mark), queue)
+                    self.peer(home).wait(Mark(*mark), queue)
             elif isinstance(finish, torch.cuda.Event):
                 queue.wait_event(finish)
             elif finish is not queue:

@@ -125,6 +125,13 @@ class OfferedValue(Value):
         self._ready = queue.record_event() if gpu.shared else None
         """For ranks of this process; a single one takes its own tensor back by a later point of its stream."""
         self._mark = gpu.mark(queue)
+        self._user: torch.cuda.Stream | None = None
+        """The stream that the allocator knows to use the tensor."""
+
+    def published(self) -> None:
+        # As good as after the wait: the allocator looks where the stream is when the last reference goes.
+        streams.keep_until_done(self._original, self._queue)
+        self._user = self._queue
 
     def describe(self) -> Any:  # noqa: ANN401
         return "cuda", self._said, self._mark, self._to_host
@@ -142,6 +149,9 @@ class OfferedValue(Value):
         return None if self._to_host else streams.record(self._tensor, stream)
 
     def settle(self, marks: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
+        if not marks and self._copy is None:
+            return  # when they finished they had done all that they had to do
+
         queue = stream if stream is not None else current(self._queue.device_index)
         self._gpu.order(queue, marks)
         if self._copy is not None:
@@ -152,7 +162,8 @@ class OfferedValue(Value):
             self._gpu.copies(self._copy.device).give_back(self._copy, queue)
 
         # The memory may be handed out anew once this stream is past the consumers' work.
-        streams.keep_until_done(self._original, queue)
+        if queue is not self._user:
+            streams.keep_until_done(self._original, queue)
 
     def abandon(self, marks: Sequence[Any]) -> None:
         self._writable = False
@@ -205,7 +216,9 @@ class MappedGpuValue(Value):
         tensor = gpu.tensor(home, self._said)
         self._ordinal = tensor.get_device()
         if not self._to_host:
-            gpu.order(stream if stream is not None else current(self._ordinal), [(home, self._mark)])
+            if self._mark is not None:
+                gpu.order(stream if stream is not None else current(self._ordinal), [(home, self._mark)])
+
             return tensor
 
         side = gpu.side(tensor.device)

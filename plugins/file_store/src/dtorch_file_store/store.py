@@ -75,6 +75,9 @@ class FileTensorStore(TensorStore):
             value.abandon(())
             raise
 
+        if value.settles:
+            value.published()
+
     def src_wait_until_get_finished(
         self, key: str, *, stream: torch.cuda.Stream | None = None, timeout: float | None = None
     ) -> None:

@@ -42,6 +42,9 @@ class Value(ABC):
     def drain(self, stream: torch.cuda.Stream | None) -> None:  # noqa: B027
         """Wait, on the host, until a consumer's work is done: in place of a mark for which there is no stream."""
 
+    def published(self) -> None:  # noqa: B027 - few have something to do
+        """The others know of it: what the producer has to do that none of them waits for."""
+
     def finished(self) -> None:  # noqa: B027 - few have something to do
         """All consumers have finished. Under the node's mutex: calls no torch."""
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from dtorch_core import streams
 from dtorch_core.errors import DtorchError
 
 LIBRARY = "libcuda.so.1"
@@ -265,13 +264,15 @@ class Driver:
         """Queue a wait until the 32 bits at ``address`` are at or past ``value`` on their circle; the host goes on."""
         self._queue("cuStreamWaitValue32", self._stream_wait, ordinal, (stream, address, value, _WAIT_GEQ))
 
-    def capturing(self, ordinal: int, stream: int) -> bool:
+    def capturing(self, stream: torch.cuda.Stream) -> bool:
         """What the stream is given goes into a graph, and is not done now."""
-        if torch._C._cuda_getDevice() == ordinal and streams.raw_current(ordinal) == stream:
+        current = torch._C._cuda_getCurrentStream(-1)  # of the current device
+        if current[0] == stream.stream_id and current[1] == stream.device_index:
             return torch.cuda.is_current_stream_capturing()  # as a rule, and torch says it in a tenth of the time
 
         status = self._scratch.status
-        self._queue("cuStreamIsCapturing", self._is_capturing, ordinal, (stream, byref(status)))
+        asked = stream.cuda_stream, byref(status)
+        self._queue("cuStreamIsCapturing", self._is_capturing, stream.device_index, asked)
         return status.value != 0
 
     def _queue(self, name: str, call: Callable[..., int], ordinal: int, arguments: tuple[object, ...]) -> None:

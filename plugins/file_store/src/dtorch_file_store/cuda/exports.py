@@ -33,11 +33,11 @@ class Exports:
 
     A ticket holds nothing. Whoever publishes keeps the tensor until every consumer has finished, and until its memory
     can be given away without a race. torch's allocator gives a freed block at once to later work on the stream that the
-    tensor was *made* on, which may be another than the one that waited for the consumers. So, in this order:
+    tensor was *made* on, which may be another than the one that waited for the consumers. So the reference is dropped
+    when
 
-    1. the producer's stream waits for the consumers' signals (:meth:`PeerSignals.wait`),
-    2. ``streams.keep_until_done(tensor, stream)`` tells the allocator that this stream uses the tensor,
-    3. the reference is dropped.
+    - the producer's stream waits for the consumers' signals (:meth:`PeerSignals.wait`), if any had still to come, and
+    - ``streams.keep_until_done(tensor, stream)`` has told the allocator that this stream uses the tensor.
 
     The allocator then notes, when the last reference goes, where that stream stands, which is behind the waits, and
     keeps the block until the stream got there. No host waits. Where no stream of the user's is at hand (a tensor that

@@ -185,7 +185,7 @@ class OwnSignals(_Page):
         return self._write(stream)
 
     def _check_not_captured(self, stream: torch.cuda.Stream) -> None:
-        if self._driver.capturing(stream.device_index, stream.cuda_stream):
+        if self._driver.capturing(stream):
             raise UnsupportedOperationError(
                 "the stream is captured into a graph, and a graph can't signal: exchange tensors outside of graphs"
             )
@@ -248,7 +248,7 @@ class PeerSignals(_Page):
         :raises DriverError: if the driver refuses.
         :raises AbortedError: if the page is closed.
         """
-        if self.released or self.reached(mark):
+        if self.released or at_least(self._counters[mark.counter], mark.value):
             return
 
         lane = self._lane(stream)
