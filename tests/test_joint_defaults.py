@@ -474,11 +474,20 @@ class TestJointWork:
 
     def test_rank_that_leaves_before_the_work_ends_the_others_calls(self):
         """Also where other ranks are left, of which one might have satisfied what rank 0 waits for."""
-        posted, left = threading.Event(), threading.Event()
+        came, posted, left = (threading.Event() for _ in range(3))
 
         def body(store):
             if store.rank == 1:
+                says = store.src_set
+
+                def src_set(key, *args, **options):
+                    says(key, *args, **options)
+                    if "/note/" in key:
+                        came.set()
+
+                store.src_set = src_set
                 ticket = store.post("left", "", (torch.ones(2),), add_up)
+                assert came.wait(LIMIT)
                 assert posted.wait(LIMIT)
                 store.close()
                 left.set()

@@ -16,7 +16,7 @@ from dtorch_core.errors import (
 )
 from dtorch_core.joint import Offer, Task
 from dtorch_core.store import TensorStore
-from dtorch_core.testing._harness import requires
+from dtorch_core.testing._harness import Background, asleep, requires
 from dtorch_core.testing._store_base import SHORT, WORLDS, Ending, StoreConformance, coded, same, take
 
 
@@ -149,6 +149,38 @@ class JointTests(StoreConformance):
             store.barrier()
 
         self.ranks(body, 2)
+
+    def test_post_that_is_being_worked_on_is_given_up_by_nobody(self) -> None:
+        """The work may write to a rank's tensors: its wait ends with it, not at the deadline."""
+        begun, release = threading.Event(), threading.Event()
+        waiting = threading.Semaphore(0)
+
+        def held(offers: Sequence[Offer]) -> Sequence[Task]:
+            begun.set()
+            assert release.wait(self.patience)
+            return ()
+
+        def post(store: TensorStore) -> None:
+            ticket = store.post("held", "", (), held)  # whoever comes last may be held here, and works
+            assert begun.wait(self.patience)
+            ticket.wait(SHORT)
+
+        def body(store: TensorStore) -> None:
+            call = Background(lambda: post(store))
+            assert begun.wait(self.patience)
+            asleep(call)
+            waiting.release()
+            if store.rank == 0:
+                for _ in range(3):
+                    assert waiting.acquire(timeout=self.patience)
+
+                call.thread.join(3 * SHORT)
+                release.set()
+
+            call.result(self.patience)
+            store.post("next", "", (), _nothing).wait(self.patience / 2)
+
+        self.ranks(body, 3)
 
     def test_post_ends_with_a_rank_that_dies(self) -> None:
         def waits(store: TensorStore) -> tuple[Ending, Sequence[Ending]]:

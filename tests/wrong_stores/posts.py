@@ -80,6 +80,11 @@ class GivesUpQuietly(MemoryTensorStore):
         return self.Ticket(super().post(*args, **kw))
 
 
+@wrong("test_post_that_is_being_worked_on_is_given_up_by_nobody")
+class GivesUpWhatHasBegun(GivesUpQuietly):
+    pass
+
+
 @wrong("test_post_ends_with_a_rank_that_dies")
 class SaysNotWhoDied(MemoryTensorStore):
     class Ticket(Onward):
