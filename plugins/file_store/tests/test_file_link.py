@@ -1,5 +1,6 @@
 """A connection that several threads use: what is queued leaves, and no thread is at a socket that is closed."""
 
+import enum
 import os
 import resource
 import socket
@@ -133,3 +134,17 @@ class TestLink:
             link.close()
 
         assert took < 0.5
+
+
+def test_subclasses_of_plain_values_arrive_as_what_they_were_made_from():
+    class Key(str):
+        def __str__(self):
+            return "another"
+
+    class Number(enum.IntEnum):
+        ONE = 1
+
+    said = (Key("k"), Number.ONE, True, None, b"bytes", [Key("in a list"), 0.5], {Key("a"): (Number.ONE,)})
+    (message,) = Reader().feed(frame("set", *said, body=b"body"))
+    assert message == ("set", ("k", 1, True, None, b"bytes", ["in a list", 0.5], {"a": (1,)}), b"body")
+    assert type(message.fields[0]) is str and type(message.fields[1]) is int and message.fields[2] is True

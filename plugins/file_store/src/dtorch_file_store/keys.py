@@ -56,7 +56,6 @@ class Keys:
         self._ahead: dict[Name, list[tuple[int, Message]]] = {}
         """What others say about a publication of which its producer's node has not told this one yet."""
         handlers: Mapping[str, Handler] = {
-            "set": self._on_set,
             "free": self._on_free,
             "live?": self._on_live_asked,
             "live": self._on_live,
@@ -64,6 +63,8 @@ class Keys:
         }
         for kind, handler in handlers.items():
             node.handlers[kind] = partial(self._handle, handler)
+
+        node.handlers["set"] = self._on_set
 
     # The four steps
 
@@ -85,9 +86,9 @@ class Keys:
                     table.told(owner, number)
                     table.add(publication)
                     if node.links:
-                        described = value.describe()
+                        what, freed = value.describe(), table.freed()
                         node.tell_all(
-                            frame("set", table.epoch, owner, number, key, get_count, described, body=value.body)
+                            frame("set", table.epoch, owner, number, key, get_count, what, freed, body=value.body)
                         )
 
                     woken = self._shares.serve(publication)
@@ -245,31 +246,42 @@ class Keys:
     # What other nodes say. Under the mutex.
 
     def _handle(self, handler: Handler, peer: int, message: Message) -> Iterable[Waiter]:
-        epoch = message.fields[0]
-        if epoch == self._table.epoch:
-            _, owner, number, *_ = message.fields
-            if message.kind == "set" or self._table.is_told(owner, number):
-                return handler(peer, message)
+        epoch, owner, number, *_ = message.fields
+        if epoch != self._table.epoch:
+            return self._of_another_epoch(epoch, peer, message)
 
-            self._ahead.setdefault((owner, number), []).append((peer, message))
-            return ()
+        if self._table.is_told(owner, number):
+            return handler(peer, message)
 
+        self._ahead.setdefault((owner, number), []).append((peer, message))
+        return ()
+
+    def _of_another_epoch(self, epoch: int, peer: int, message: Message) -> Iterable[Waiter]:
         if epoch > self._table.epoch:
             self._early.append((peer, message))  # its node has passed a reset that this one has yet to hear of
 
         return ()  # of an older one: about keys that are gone. Who asked knows, or will soon
 
     def _on_set(self, peer: int, message: Message) -> Iterable[Waiter]:
-        _, owner, number, *_ = message.fields
-        self._table.told(owner, number)
-        woken = self._set(message)
-        for other, ahead in self._ahead.pop((owner, number), ()):
-            woken += self._node.handlers[ahead.kind](other, ahead)
+        epoch, owner, number, *_, freed = message.fields
+        table = self._table
+        woken: list[Waiter] = []
+        if epoch != table.epoch:
+            return self._of_another_epoch(epoch, peer, message)
+
+        for name in freed:
+            woken += self._free(table.named(*name))
+
+        table.told(owner, number)
+        woken += self._set(message)
+        if self._ahead:
+            for other, ahead in self._ahead.pop((owner, number), ()):
+                woken += self._node.handlers[ahead.kind](other, ahead)
 
         return woken
 
     def _set(self, message: Message) -> list[Waiter]:
-        _, owner, number, key, get_count, described = message.fields
+        _, owner, number, key, get_count, described, _ = message.fields
         woken: list[Waiter] = []
         own = next((found for found in self._table.of_key(key) if found.owner in self._table.own_ranks), None)
         if own is not None and self._table.decides(own):
@@ -292,7 +304,9 @@ class Keys:
 
     def _on_free(self, peer: int, message: Message) -> Iterable[Waiter]:
         _, owner, number = message.fields
-        publication = self._table.named(owner, number)
+        return self._free(self._table.named(owner, number))
+
+    def _free(self, publication: Publication | None) -> Iterable[Waiter]:
         if publication is None:
             return ()
 

@@ -66,6 +66,8 @@ class Node:
         """Called when a node's process is wholly gone: later than its connection, if it did not say goodbye."""
         self.on_end: Callable[[], None] = lambda: None
         """Called once, when all is closed and sent."""
+        self.owes: Callable[[], None] | None = None
+        """Tells what may wait until something is told anyway: called before that, once. Under the mutex."""
         self._dirty: list[Link] = []
         self._watch = Watch()
         self._reading = Reading(self.presence, self._hear, self._heard, self._watch.kick)
@@ -128,6 +130,10 @@ class Node:
             self._queue(link, frame, fd, lazily)
 
     def _queue(self, link: Link, frame: bytes, fd: int | None, lazily: bool) -> None:
+        if self.owes is not None:
+            owes, self.owes = self.owes, None
+            owes()
+
         if not link.lost:
             link.queue(frame, fd)
             if not lazily:

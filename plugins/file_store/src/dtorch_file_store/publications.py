@@ -93,6 +93,8 @@ class Table:
         self._live: dict[str, list[Publication]] = {}
         self._names: dict[Name, Publication] = {}
         self._newest: dict[int, int] = {}
+        self._freed: list[Name] = []
+        """Of this node's ranks: what the others have yet to hear of."""
 
     def __iter__(self) -> Iterator[Publication]:
         return iter(list(self._names.values()))
@@ -133,7 +135,23 @@ class Table:
     def free(self, publication: Publication) -> None:
         """The key is free; the others hear it with what is told to them next."""
         self.forget(publication)
-        self._node.tell_all(frame("free", self.epoch, *publication.name), lazily=True)
+        if publication.owner not in self.own_ranks:
+            self._tell_free(publication.name)
+        elif self._node.links:
+            self._freed.append(publication.name)
+            self._node.owes = self._tell_freed
+
+    def freed(self) -> list[Name]:
+        """What this node's ranks have freed and nobody was told yet: whoever asks tells it."""
+        freed, self._freed, self._node.owes = self._freed, [], None
+        return freed
+
+    def _tell_freed(self) -> None:
+        for name in self.freed():
+            self._tell_free(name)
+
+    def _tell_free(self, name: Name) -> None:
+        self._node.tell_all(frame("free", self.epoch, *name), lazily=True)
 
     def forget(self, publication: Publication) -> None:
         """It is live no more, and its tensor is let go."""
@@ -169,6 +187,7 @@ class Table:
 
         self._live.clear()
         self._names.clear()
+        self.freed()  # every node forgets all
         self.epoch += 1
         return dropped
 
