@@ -100,7 +100,10 @@ class Reading:
 
     def wake(self, waiter: Waiter) -> None:
         """Let a settled waiter's thread know, if it does not yet. Outside the mutex."""
-        if self._driver is waiter and self.here:
+        if self._driver is waiter:
+            if self.here:
+                return
+        elif not waiter.prepared:  # since it is settled, it will not come to sleep
             return
 
         with self._presence.mutex:

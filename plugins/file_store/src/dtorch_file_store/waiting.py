@@ -22,6 +22,11 @@ class Waiter(Wait):
         """A wake-up is under way. Written under the mutex."""
         self._lock: threading.Lock | None = None  # made by the first sleep: a thread that reads sockets never sleeps
 
+    @property
+    def prepared(self) -> bool:
+        """Its thread has slept, or is about to. Where it has not when there is an outcome, it never will."""
+        return self._lock is not None
+
     def prepare(self) -> None:
         """Before it may be woken from :meth:`sleep`. Under the mutex."""
         if self._lock is None:
