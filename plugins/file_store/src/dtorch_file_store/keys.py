@@ -267,18 +267,17 @@ class Keys:
     def _on_set(self, peer: int, message: Message) -> Iterable[Waiter]:
         epoch, owner, number, *_, freed = message.fields
         table = self._table
-        woken: list[Waiter] = []
         if epoch != table.epoch:
             return self._of_another_epoch(epoch, peer, message)
 
-        for name in freed:
-            woken += self._free(table.named(*name))
-
         table.told(owner, number)
-        woken += self._set(message)
+        woken = self._set(message)
         if self._ahead:
             for other, ahead in self._ahead.pop((owner, number), ()):
                 woken += self._node.handlers[ahead.kind](other, ahead)
+
+        for name in freed:  # now: whoever waits for the key has a share of this one, and need not be asked what else
+            woken += self._free(table.named(*name))
 
         return woken
 

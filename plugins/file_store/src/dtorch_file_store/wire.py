@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("<I")
+_HEAD, _length = _LENGTH.size, _LENGTH.unpack_from
 _FORMAT = 2
 """Of marshal: every Python reads it. Later ones look for objects that come twice, which takes as long as all else."""
 
@@ -94,9 +95,9 @@ class Reader:
 
         messages, at, end = [], 0, len(data)
         while at < end:
-            start = stop = at + _LENGTH.size
+            start = stop = at + _HEAD
             if start <= end:
-                stop += _LENGTH.unpack_from(data, at)[0]
+                stop += _length(data, at)[0]
 
             if stop > end:
                 self._buffer += data[at:]
