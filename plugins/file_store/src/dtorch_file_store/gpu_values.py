@@ -15,6 +15,7 @@ from torch import Tensor
 from dtorch_core import AbortedError, UnsupportedOperationError, streams
 from dtorch_core._copies import copy_into
 from dtorch_file_store.cuda.current import current, on
+from dtorch_file_store.cuda.signals import Mark
 from dtorch_file_store.gpu import Gpu, Said
 from dtorch_file_store.values import Value, own_value
 
@@ -217,7 +218,8 @@ class MappedGpuValue(Value):
         self._ordinal = tensor.get_device()
         if not self._to_host:
             if self._mark is not None:
-                gpu.order(stream if stream is not None else current(self._ordinal), [(home, self._mark)])
+                queue = stream if stream is not None else current(self._ordinal)
+                gpu.peer(home).wait(Mark(*self._mark), queue)
 
             return tensor
 

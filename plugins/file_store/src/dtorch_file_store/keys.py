@@ -79,7 +79,9 @@ class Keys:
                 self._presence.check_open(owner)
                 live = table.in_use(key)
                 if live is None:
-                    self._overruled.pop((owner, key), None)
+                    if self._overruled:
+                        self._overruled.pop((owner, key), None)
+
                     self._numbers[owner] = number = self._numbers[owner] + 1
                     publication = self._publication((owner, number), key, get_count, value)
                     publication.outlet = value if value.settles else None
@@ -166,7 +168,9 @@ class Keys:
             if publication is None:
                 raise self._bad_finish(rank, key)
 
-            self._orphans.discard((rank, key))
+            if self._orphans:
+                self._orphans.discard((rank, key))
+
             publication.finished.add(rank)
             woken: Iterable[Waiter] = ()
             arbiter = self._table.arbiter(publication)
@@ -284,7 +288,7 @@ class Keys:
     def _set(self, message: Message) -> list[Waiter]:
         _, owner, number, key, get_count, described, _ = message.fields
         woken: list[Waiter] = []
-        own = next((found for found in self._table.of_key(key) if found.owner in self._table.own_ranks), None)
+        own = self._table.own(key)
         if own is not None and self._table.decides(own):
             # Two ranks set it at the same time. Every node decides alike: the lower rank's counts.
             if own.owner < owner:

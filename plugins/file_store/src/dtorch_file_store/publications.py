@@ -109,11 +109,20 @@ class Table:
 
     def in_use(self, key: str) -> Publication | None:
         """What the key holds, as far as this node knows."""
-        return next(iter(self.of_key(key)), None)
+        live = self._live.get(key)
+        return live[0] if live else None
+
+    def own(self, key: str) -> Publication | None:
+        """What a rank of this node has set there."""
+        for publication in self._live.get(key, ()):
+            if publication.owner in self.own_ranks:
+                return publication
+
+        return None
 
     def borrowed(self, rank: int, key: str) -> Publication | None:
         """What ``rank`` has borrowed under the key."""
-        for publication in self.of_key(key):
+        for publication in self._live.get(key, ()):
             if rank in publication.takers and rank not in publication.finished:
                 return publication
 

@@ -256,12 +256,14 @@ class PeerSignals(_Page):
             if self.released:
                 return
 
-            awaited = self._awaited.get(mark.counter, mark.value)
-            self._awaited[mark.counter] = mark.value if at_least(mark.value, awaited) else awaited
+            counter, value = mark
+            awaited = self._awaited.get(counter)
+            if awaited is None or at_least(value, awaited):
+                self._awaited[counter] = value
 
         with lane.mutex:
             self._check_open()
-            self._driver.stream_wait(lane.ordinal, lane.handle, self._address + 4 * mark.counter, mark.value)
+            self._driver.stream_wait(lane.ordinal, lane.handle, self._address + 4 * counter, value)
 
     def reached(self, mark: Mark) -> bool:
         """The peer's stream has got to the mark, as the host sees it; or the peer was released."""
