@@ -128,7 +128,7 @@ class Keys:
         node.after()
         try:
             node.look_first(lambda: waiter.settled, timeout)
-            if not node.wait(waiter, deadline) and self._is_late(rank, key, waiter, timeout):
+            if not (waiter.done or node.wait(waiter, deadline)) and self._is_late(rank, key, waiter, timeout):
                 node.wait(waiter, time.monotonic() + ANSWER)
         except BaseException:  # Ctrl-C: a share that was just handed over is the rank's next time
             with node.mutex:
@@ -201,7 +201,8 @@ class Keys:
 
         try:
             node.look_first(lambda: waiter.settled, timeout)
-            node.wait(waiter, deadline)
+            if not waiter.done:
+                node.wait(waiter, deadline)
         except BaseException:  # Ctrl-C: the wait can be repeated
             with node.mutex:
                 if waiter.done:
