@@ -36,6 +36,33 @@ class TestKeys:
 
         on_ranks(body, 3)
 
+    @pytest.mark.parametrize("word", ["set", "barrier"])
+    def test_that_a_key_is_free_is_heard_with_the_next_word_of_any_kind(self, word):
+        looked = threading.Barrier(2)
+
+        def body(store):
+            if store.rank == 0:
+                store.src_set("k", values(0), 1)
+                store.src_wait_until_get_finished("k")
+            else:
+                store.dest_get("k")
+                store.dest_finish_get("k")
+
+            if word == "barrier":
+                store.barrier()
+            elif store.rank == 0:
+                store.src_set("next", values(1), 1)
+                store.src_wait_until_get_finished("next")
+            else:
+                store.dest_get("next")
+                store.dest_finish_get("next")
+
+            live = store._session.keys._table.in_use("k")
+            looked.wait(LIMIT)  # a goodbye would tell it too
+            return live
+
+        assert on_ranks(body, 2) == [None, None]
+
     def test_key_in_use_is_refused_once_the_producer_has_said_so(self):
         def body(store):
             if store.rank == 0:
