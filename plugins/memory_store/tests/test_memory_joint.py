@@ -3,12 +3,13 @@
 import gc
 import threading
 import time
+import traceback
 import weakref
 
 import pytest
 import torch
 
-from dtorch_core import AbortedError, PeerLostError, ProtocolError, StoreTimeoutError
+from dtorch_core import AbortedError, CollectiveMismatchError, PeerLostError, ProtocolError, StoreTimeoutError
 from dtorch_core.testing import Background, asleep, run_ranks
 
 LIMIT = 15.0
@@ -140,6 +141,75 @@ class TestHelp:
             assert ticket.done()
 
         on_ranks(body)
+
+
+class TestKeptErrors:
+    """Every rank raises a copy of what the work raised, so it is kept as long as a ticket is."""
+
+    @pytest.fixture
+    def no_gc(self):
+        """Nothing looks for cycles."""
+        collects = gc.isenabled()
+        gc.disable()
+        yield
+        if collects:
+            gc.enable()
+
+    @pytest.mark.parametrize("kind", [CollectiveMismatchError, ArithmeticError])
+    @pytest.mark.parametrize("in_a_task", [False, True])
+    def test_failed_call_keeps_no_tensors(self, no_gc, kind, in_a_task):
+        """Nor while its error is kept."""
+
+        def work(offers):
+            def task():
+                assert len(offers) == 2  # its frame has them all
+                raise kind("these do not fit")
+
+            if not in_a_task:
+                task()
+
+            return [task, task]
+
+        class Memory(bytearray):
+            pass
+
+        def body(store):
+            memory = Memory(400)
+            seen = weakref.ref(memory)
+            tensor = torch.frombuffer(memory, dtype=torch.float32)
+            del memory
+            ticket = store.post("k", "", (tensor,), work)
+            with pytest.raises(kind, match="^these do not fit$") as caught:
+                ticket.wait(LIMIT)
+
+            store.barrier()  # nobody is at a task any more
+            del tensor
+            store.barrier()
+            kept = seen() is not None
+            store.barrier()
+            assert "these do not fit" in str(caught.value)
+            return kept
+
+        assert on_ranks(body) == [False, False]
+
+    def test_error_of_no_kind_of_ours_says_once_where_it_was_raised(self):
+        """Its copies show it as their cause; one that is ours says in its text what there is to know."""
+
+        def unlucky(kind):
+            raise kind("in the work")
+
+        def body(store):
+            for kind, notes in ((ArithmeticError, 1), (CollectiveMismatchError, 0)):
+                ticket = store.post("k", "", (), lambda offers, kind=kind: unlucky(kind))
+                for _ in range(2):
+                    with pytest.raises(kind) as caught:
+                        ticket.wait(LIMIT)
+
+                    shown = "".join(traceback.format_exception(caught.value))
+                    assert shown.count("Raised here:") == shown.count("in unlucky") == notes, shown
+                    assert shown.endswith(f"{kind.__name__}: in the work\n"), shown
+
+        on_ranks(body, 3)
 
 
 class TestTickets:

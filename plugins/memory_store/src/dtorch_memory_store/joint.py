@@ -16,7 +16,7 @@ import torch
 
 from dtorch_core import AbortedError, ProtocolError, StoreTimeoutError
 from dtorch_core._text import interruption, rank_list, seconds
-from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of
+from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of, let_go
 from dtorch_core.presence import Failure, Presence, raise_if, settle
 from dtorch_memory_store.on_gpu import Queued, Ready, run
 from dtorch_memory_store.waiting import Notice, Waiter, wake
@@ -271,6 +271,7 @@ class Joint:
         """The work raised ``error`` in ``rank``'s thread. Returns it if it is this thread's alone, as of Ctrl-C: the
         others are told of it."""
         if isinstance(error, Exception):
+            let_go(error)
             call.error = error
             return None
 
