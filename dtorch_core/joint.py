@@ -7,6 +7,7 @@ and only the ranks that sleep are woken.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import traceback
@@ -122,11 +123,19 @@ class WithEarlier(Onward):
 
 def copy_of(error: BaseException) -> BaseException:
     """An error to raise in one more thread: exceptions carry the traceback of whoever raised them last."""
+    kind = type(error)
     try:
-        twin = type(error)(*error.args)
+        twin = copy.copy(error)
+        same = str(twin) == str(error)
     except Exception:
-        return error
+        same = False
 
+    if not same:  # its __init__ takes something else than the args that it leaves
+        twin = kind.__new__(kind)
+        twin.args = error.args
+        vars(twin).update(vars(error))
+
+    vars(twin).pop("__notes__", None)  # the cause has them
     twin.__cause__ = error
     return twin
 

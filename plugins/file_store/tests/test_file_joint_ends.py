@@ -1,11 +1,13 @@
 """Joint work that halts: it goes on in one thread, and where it can't it ends at once, for the right reason."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 
-from dtorch_core import AbortedError, DtorchError, NoRoomError, PeerLostError, use_backend
+from dtorch_core import AbortedError, CollectiveMismatchError, DtorchError, NoRoomError, PeerLostError, use_backend
 from dtorch_core.testing import Background, run_ranks
 
 LIMIT = 20.0
@@ -128,3 +130,36 @@ def test_halted_part_goes_on_in_one_thread():
             assert work.result()[-1].item() == 2
 
     run_ranks(body, 2, LIMIT)
+
+
+def test_failed_call_keeps_no_tensors():
+    """Its error is kept for whoever waits later, the frames that it came through are not: nothing looks for cycles."""
+
+    class Memory(bytearray):
+        pass
+
+    def body(ctx):
+        with use_backend(store="file"), ctx.open_group("own", timeout=LIMIT) as group:
+            kept = 0
+            for _ in range(20):  # either rank may be the one whose thread finds the mismatch
+                memory = Memory(400)
+                seen = weakref.ref(memory)
+                tensor = torch.frombuffer(memory, dtype=torch.float32)
+                del memory
+                with pytest.raises(CollectiveMismatchError):
+                    group.all_reduce(tensor, op="sum" if group.rank else "max")
+
+                group.barrier()
+                del tensor
+                kept += seen() is not None
+
+            group.barrier()
+            return kept
+
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        assert run_ranks(body, 2, LIMIT) == [0, 0]
+    finally:
+        if collects:
+            gc.enable()

@@ -18,7 +18,7 @@ import torch
 
 from dtorch_core import AbortedError, CollectiveMismatchError, DtorchError, ProtocolError, StoreTimeoutError, errors
 from dtorch_core._text import describe_error, interruption, rank_list
-from dtorch_core.joint import Offer, Work, copy_of
+from dtorch_core.joint import Offer, Work, copy_of, let_go
 from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store import offers
 from dtorch_file_store.arena import Arena, Mapping
@@ -273,6 +273,7 @@ class Joint:
                     interrupt, error = failure, AbortedError(f"{self._presence.label}: {what}")
 
                 self._break(call, error)
+                let_go(error)
 
             with self._node.mutex:
                 if awaits is None:
