@@ -1,7 +1,9 @@
 """Threads that look before they sleep: the lock alone says who was woken, whatever looking does."""
 
+import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from dtorch_memory_store import looking
+from dtorch_memory_store.cores import usable
 from dtorch_memory_store.waiting import Waiter
 
 from dtorch_core.testing import Background
@@ -37,11 +40,13 @@ class Counted:
 
 @pytest.fixture
 def cores(monkeypatch):
-    """Two cores to look on, whatever this machine has."""
-    monkeypatch.setattr(looking, "_cores", looking.deque([None, None]))
+    """Two cores to look on, whatever this machine has, and nobody else's."""
+    monkeypatch.setattr(looking, "_cores", (ctypes.c_int * 1)(2))
     monkeypatch.setattr(looking, "_turns", looking.deque())
+    monkeypatch.setattr(looking, "_here", looking._Here())
+    monkeypatch.setattr(looking, "CROWD", LONG)
     yield looking._cores
-    assert len(looking._cores) == 2, "a core is kept by nobody"
+    assert looking._cores[0] == 2, "a core is kept by nobody"
 
 
 @pytest.fixture(params=["looks", "sleeps"])
@@ -86,6 +91,13 @@ class TestSleep:
 
         assert timeout <= elsewhere(nap) < LIMIT / 2
 
+    @pytest.mark.parametrize("timeout", [1e10, sys.float_info.max])
+    def test_timeout_may_be_as_long_as_one_likes(self, look, timeout):
+        waiter = Waiter(0)
+        thread = Background(lambda: waiter.sleep(timeout))
+        waiter.wake()
+        thread.result(LIMIT)
+
     def test_wake_up_after_a_timeout_is_still_there(self, look):
         waiter = Waiter(0)
         waiter.sleep(20e-6)
@@ -113,12 +125,17 @@ class TestSleep:
         assert seen == [(turn, rank) for turn in range(rounds) for rank in range(ranks)]
 
 
+def until(true, otherwise):
+    """Return once it is; what looks has nothing to tell."""
+    end = time.monotonic() + LIMIT
+    while not true():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0)
+
+
 def begun(waiter):
     """Return once its thread looks."""
-    end = time.monotonic() + LIMIT
-    while waiter.seat is None:
-        assert time.monotonic() < end, "it has not begun to look"
-        time.sleep(0)
+    until(lambda: waiter.seat is not None, "it has not begun to look")
 
 
 @needs_look
@@ -141,10 +158,69 @@ class TestLooking:
     def test_no_thread_looks_where_all_cores_are_taken(self, cores, monkeypatch):
         look = Counted(looking.available())
         monkeypatch.setattr(looking, "_look", look)
-        cores.clear()
+        cores[0] = 0
         elsewhere(lambda: Waiter(0).sleep(1e-4))
-        cores.extend([None, None])
         assert look.calls == 0
+        assert look.look(cores, None, (ctypes.c_int * 2)(), LONG, LONG, LONG) == 0  # nor in between
+        assert cores[0] == 0
+        cores[0] = 2
+
+    def test_woken_thread_leaves_its_core_while_it_waits_for_its_turn(self, cores, monkeypatch):
+        monkeypatch.setattr(looking, "_look", looking.available())
+        monkeypatch.setattr(looking, "LOOKING", LONG)
+        monkeypatch.setattr(looking, "TURNS", LONG)
+        waiter = Waiter(0)
+        thread = Background(lambda: waiter.sleep(LIMIT))
+        begun(waiter)
+        until(lambda: cores[0] == 1, "it has taken no core")
+        waiter.wake()
+        until(lambda: cores[0] == 2, "it has not left its core")
+        assert thread.thread.is_alive()
+        looking._give_turn()
+        thread.result(LIMIT)
+
+    def test_thread_whose_core_is_taken_by_another_program_looks_no_more_for_a_while(self, cores, monkeypatch):
+        """As look.c finds: it offered its core, and had it back late."""
+        look = Counted(lambda *args: looking._CROWDED)
+        monkeypatch.setattr(looking, "_look", look)
+        monkeypatch.setattr(looking, "PAUSE", LIMIT)
+
+        def run():
+            for _ in range(3):
+                Waiter(0).sleep(1e-6)
+
+            first = look.calls
+            looking._here.not_before = 0
+            Waiter(0).sleep(1e-6)
+            return first, look.calls
+
+        assert elsewhere(run) == (1, 2)
+
+    def test_exceptions_amid_waits_keep_no_core(self, cores, monkeypatch):
+        """Of a signal's handler, at any moment."""
+        monkeypatch.setattr(looking, "_look", looking.available())
+
+        class Alarm(Exception):
+            pass
+
+        def ring(*_):
+            raise Alarm
+
+        rung, before = 0, signal.signal(signal.SIGALRM, ring)
+        end = time.monotonic() + 1
+        try:
+            while time.monotonic() < end:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 50e-6)
+                    for _ in range(20):
+                        Waiter(0).sleep(3e-6)
+                except Alarm:
+                    rung += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+        assert rung > 100
 
     def test_woken_thread_waits_for_its_turn(self, cores, monkeypatch):
         """It goes on when its waker waits, and not when it is woken: until then the waker has the GIL."""
@@ -204,15 +280,35 @@ class TestLooking:
         assert elsewhere(wait)
 
     def test_forked_child_has_all_cores(self, monkeypatch):
-        taken = [looking._cores.pop() for _ in range(len(looking._cores))]
-        try:
-            pid = os.fork()
-            if pid == 0:
-                os._exit(len(looking._cores) != len(os.sched_getaffinity(0)) - 1)
-        finally:
-            looking._cores.extend(taken)
+        monkeypatch.setattr(looking, "_cores", (ctypes.c_int * 1)(-7))
+        pid = os.fork()
+        if pid == 0:
+            os._exit(looking._cores[0] != usable() - 1)
 
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+class TestCores:
+    @pytest.mark.parametrize(
+        ("files", "most"),
+        [
+            ({}, 1000),
+            ({"cpu.max": "max 100000"}, 1000),
+            ({"cpu.max": "70000 100000"}, 1),
+            ({"cpu.max": "350000 100000"}, 3),
+            ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 1000),
+            ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+            ({"cpu.max": "nonsense"}, 1000),
+        ],
+    )
+    def test_container_may_have_less_than_the_machine(self, files, most, tmp_path, monkeypatch):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text + "\n")
+
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1000))
+        assert usable(tmp_path) == most
 
 
 class TestBuilt:

@@ -25,6 +25,14 @@ SHORT = 10 * LOOKING
 """A wait of less seconds is a reason to look in the next one: it might have been shorter still."""
 
 
+CROWD = 200e-6
+"""Seconds: a thread that has its core back no sooner, after it offered it, has met a program that took it."""
+
+PAUSE = 0.5
+"""Seconds that nobody looks then: a thread that only offers its core is woken by nobody, and has it back when the other
+program has had its time, of milliseconds."""
+
+
 class Event(NamedTuple):
     """Something has happened."""
 
@@ -52,6 +60,8 @@ class Watch:
         """How long a thread of this one looks."""
         self._looks = True
         """Answers have come soon of late."""
+        self._not_before = 0.0
+        """When a thread may look again."""
 
     def add_link(self, link: Link) -> None:
         """Wait for what comes over a connection."""
@@ -141,10 +151,15 @@ class Watch:
 
     def moment(self, seconds: float = math.inf) -> Iterator[None]:
         """Again and again, for as long as it is worth to look; in between the core is offered to others."""
-        until = time.monotonic() + min(seconds, self.looking)
-        while self._looks and time.monotonic() < until:
+        now = time.monotonic()
+        until = now + min(seconds, self.looking)
+        while self._looks and self._not_before <= now < until:
             yield
+            offered = time.monotonic()
             os.sched_yield()
+            now = time.monotonic()
+            if now - offered > CROWD:
+                self._not_before = now + PAUSE
 
     def close(self) -> None:
         """Let go of all descriptors but those of the connections."""

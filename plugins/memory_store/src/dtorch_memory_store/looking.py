@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -20,33 +21,39 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from dtorch_memory_store.cores import usable
+
 VARIABLE = "DTORCH_LOOK"
 """The environment variable that keeps threads from looking, where it is ``0``. Read once in a process."""
 
-LOOKING = 100_000
+LOOKING = 200_000
 """Nanoseconds that a thread looks for the one that wakes it."""
 
-TURNS = 50_000
+TURNS = 100_000 if getattr(sys, "_is_gil_enabled", lambda: True)() else 0
 """Nanoseconds that it goes on looking for its turn: its waker may be busy elsewhere."""
 
-SHORT = 150e-6
+SHORT = 200e-6
 """A wait of less seconds is a reason to look in the next one: it might have been shorter still."""
 
+CROWD = 200_000
+"""Nanoseconds: a thread that has its core back no sooner, after it offered it, has met a program that took it."""
+
+PAUSE = 0.5
+"""Seconds that it does not look then. (Measured beside two programs that are always busy, on two cores: who looks all
+the same takes 20 times as long, since nobody wakes it; who pauses takes as long as who sleeps.)"""
+
 _WOKEN, _TURN = 0, 1
+_WAS_WOKEN, _CROWDED = 1, 2
+"""What a look finds, as look.c has it."""
 _APART = 32
 """Numbers of 4 bytes that fill two cache lines: two threads that look, look at different ones."""
 _LONGEST = threading.TIMEOUT_MAX
 """Seconds that a lock can be waited for."""
 
+Seat = Any
+"""Numbers that one thread looks at, as look.c has them: the thread is woken; it is its turn."""
 
-class Seat:
-    """What a thread looks at."""
-
-    def __init__(self) -> None:
-        self.numbers = (ctypes.c_int * _APART)()
-        """As look.c has them: the thread is woken; it is its turn."""
-        self.core: list[None] = []
-        """One, while the thread has a core to look on. Its waker takes it away, since that one may look next."""
+Look = Callable[[Any, Any, Any, int, int, int], int]
 
 
 class Sleeper(Protocol):
@@ -58,61 +65,69 @@ class Sleeper(Protocol):
     """The thread's, while it looks."""
 
 
-Look = Callable[[Any, Any, int, int], int]
-
-
 def available() -> Look | None:
     """What looks, as look.c says; None where it was not compiled, or is not wanted."""
     if os.environ.get(VARIABLE) == "0":
         return None
 
     try:
-        look = ctypes.CDLL(str(Path(__file__).with_name("look.so"))).dtorch_look  # lets the GIL go while it is called
+        look = ctypes.CDLL(str(Path(__file__).with_name("look.so"))).dtorch_look_1  # lets the GIL go while it is called
     except (OSError, AttributeError):
         return None
 
-    look.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
+    look.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_longlong] * 3)
     return look
-
-
-def report() -> str:
-    """For ``dtorch doctor``: whether threads look."""
-    if _look is not None:
-        return f"threads look for {LOOKING // 1000} us before they sleep, {len(os.sched_getaffinity(0)) - 1} at once"
-
-    if os.environ.get(VARIABLE) == "0":
-        return f"threads sleep at once, as {VARIABLE}=0 says: small collectives take up to twice as long"
-
-    return (
-        "threads sleep at once, since look.c was not compiled: small collectives take up to twice as long. Install a C "
-        "compiler, then: pip install --force-reinstall --no-deps --no-binary dtorch-memory-store dtorch-memory-store"
-    )
 
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.seat = Seat()
+        self.seat = (ctypes.c_int * _APART)()
         self.looks = True
         """The last wait was short."""
+        self.not_before = 0.0
+        """When the thread may look again."""
 
 
 _look = available()
 _here = _Here()
-_cores: deque[None] = deque()
-"""Those that a thread may look on: one less than there are, since who is waited for needs one."""
+_cores = (ctypes.c_int * 1)()
+"""How many a thread may look on now: one less than there are, since who is waited for needs one. look.c counts them."""
 _turns: deque[Seat] = deque()
 """Of those who were woken while they looked, in that order."""
+
+
+def report() -> str:
+    """For ``dtorch doctor``: whether threads look."""
+    if os.environ.get(VARIABLE) == "0":
+        return f"threads sleep at once, as {VARIABLE}=0 says: small collectives take up to twice as long"
+
+    if _look is None:
+        return (
+            "threads sleep at once, since look.c was not compiled: small collectives take up to twice as long. Install "
+            "a C compiler, then: pip install --force-reinstall --no-deps --no-binary dtorch-memory-store "
+            "dtorch-memory-store"
+        )
+
+    if not _cores[0]:
+        return "threads sleep at once, since there is one core only"
+
+    return f"threads look for {LOOKING // 1000} us before they sleep, {_cores[0]} at once"
 
 
 def sleep(sleeper: Sleeper, timeout: float) -> None:
     """Block until woken, or for ``timeout`` seconds."""
     start = time.monotonic()
-    if _look is None or not _here.looks or timeout <= 0 or not _woken_soon(_look, sleeper, timeout):
-        if _turns:
-            _give_turn()
+    if _look is not None and _here.looks and timeout > 0 and start >= _here.not_before:
+        if _woken_soon(_look, sleeper, timeout):
+            return
 
-        sleeper.lock.acquire(True, 0 if timeout <= 0 else timeout if timeout < _LONGEST else _LONGEST)
-        _here.looks = time.monotonic() - start < SHORT
+        timeout -= time.monotonic() - start
+
+    if _turns:
+        _give_turn()
+
+    sleeper.lock.acquire(True, 0 if timeout <= 0 else timeout if timeout < _LONGEST else _LONGEST)
+    _here.looks = time.monotonic() - start < SHORT
 
 
 def wake(sleeper: Sleeper) -> None:
@@ -120,62 +135,53 @@ def wake(sleeper: Sleeper) -> None:
     sleeper.lock.release()
     seat = sleeper.seat
     if seat is not None:
-        seat.numbers[_WOKEN] = 1
+        seat[_WOKEN] = 1
         _turns.append(seat)
-        _leave_core(seat)
 
 
 def _woken_soon(look: Look, sleeper: Sleeper, timeout: float) -> bool:
     """Look for a moment; whether the thread was woken."""
-    seat = _here.seat
-    try:
-        seat.core.append(_cores.pop())
-    except IndexError:
+    if _cores[0] <= 0:
         return False
 
-    numbers = seat.numbers
-    numbers[_WOKEN] = numbers[_TURN] = 0
+    seat = _here.seat
+    seat[_WOKEN] = seat[_TURN] = 0
     try:
         sleeper.seat = seat
         if sleeper.lock.acquire(False):  # woken before it had a seat
             return True
 
-        look(_next_turn(), numbers, min(LOOKING, int(timeout * 1e9)), TURNS)
+        found = look(_cores, _next_turn(), seat, int(min(LOOKING, timeout * 1e9)), TURNS, CROWD)
     finally:
         sleeper.seat = None
-        if seat.core:
-            _leave_core(seat)
 
-    if numbers[_WOKEN] and not numbers[_TURN]:
+    if found & _CROWDED:
+        _here.not_before = time.monotonic() + PAUSE
+
+    if found & _WAS_WOKEN and not seat[_TURN]:
         with suppress(ValueError):  # whoever took it has yet to give it
             _turns.remove(seat)
 
     return sleeper.lock.acquire(False)
 
 
-def _next_turn() -> Any:  # noqa: ANN401  # ctypes has no type for an array of some length
-    """The numbers of the thread whose turn it is once this one has let the GIL go."""
+def _next_turn() -> Seat | None:
+    """That of the thread whose turn it is once this one has let the GIL go."""
     try:
-        return _turns.popleft().numbers
+        return _turns.popleft()
     except IndexError:
         return None
 
 
 def _give_turn() -> None:
-    numbers = _next_turn()
-    if numbers is not None:
-        numbers[_TURN] = 1
-
-
-def _leave_core(seat: Seat) -> None:
-    with suppress(IndexError):  # its waker and the thread itself may both come here
-        _cores.append(seat.core.pop())
+    seat = _next_turn()
+    if seat is not None:
+        seat[_TURN] = 1
 
 
 def _start_anew() -> None:
     _turns.clear()
-    _cores.clear()
-    _cores.extend([None] * (len(os.sched_getaffinity(0)) - 1))
+    _cores[0] = usable() - 1
 
 
 if _look is not None:
