@@ -1,7 +1,6 @@
 """Who waits looks before it sleeps, and no longer than that does good."""
 
 import pytest
-
 from dtorch_file_store import watch
 
 
