@@ -5,6 +5,8 @@ Nothing here waits on the host, except where a name says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,17 @@ from dtorch_core._events import recorded
 DEFAULT = 0
 """What :func:`raw_current` gives for the default stream: of a GPU's streams, all threads have this one in common."""
 
-_raw_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+def _raw_current(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def raw_current(device: int) -> int:
-    """CUDA's own name for this thread's current stream of a GPU.
+raw_current: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_current)
+"""CUDA's own name for this thread's current stream of a GPU. Asked by every call, so it is no function of Python.
 
-    Names of two streams may be equal if they are of two GPUs, or if one has been destroyed before the other was made.
-    To make torch's object for the stream takes as long as a kernel's launch; this does not.
-    """
-    return int(_raw_current(device) if _raw_current is not None else torch.cuda.current_stream(device).cuda_stream)
+Names of two streams may be equal if they are of two GPUs, or if one has been destroyed before the other was made. To
+make torch's object for the stream takes as long as a kernel's launch; this does not.
+"""
 
 
 def record_default(device: int) -> torch.cuda.Event:

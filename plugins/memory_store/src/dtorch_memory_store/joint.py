@@ -18,7 +18,7 @@ from dtorch_core import AbortedError, ProtocolError, StoreTimeoutError
 from dtorch_core._text import interruption, rank_list, seconds
 from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of, let_go
 from dtorch_core.presence import Failure, Presence, raise_if, settle
-from dtorch_memory_store.on_gpu import Queued, Ready, run
+from dtorch_memory_store.on_gpu import Queued, Ready
 from dtorch_memory_store.waiting import Notice, Waiter, wake
 
 LINE = "\n"
@@ -222,7 +222,7 @@ class Joint:
         try:
             if call.ready:
                 call.queued = Queued(call.ready, stream)
-                run(call.queued, call.ready, offers, work, stream)
+                call.queued.run(call.ready, offers, work, stream)
             else:
                 tasks = work(offers)
                 if len(tasks) == 1:  # nothing to share: waking helpers would only cost

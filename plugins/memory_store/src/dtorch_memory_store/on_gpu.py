@@ -9,7 +9,6 @@ all threads have that stream in common, it is never destroyed, and no CUDA graph
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -60,14 +59,35 @@ class Queued:
     def stream(self) -> torch.cuda.Stream:
         return self._stream if self._stream is not None else torch.cuda.default_stream(self._device)
 
-    def follows(self, ready: Ready) -> bool:
-        """What the rank offers is on the same stream: it comes before the work by itself."""
-        return self._stream is None and ready.event is None and ready.device == self._device
+    def run(
+        self, ready: Sequence[Ready], offers: Sequence[Offer], work: Work, stream: torch.cuda.Stream | None
+    ) -> None:
+        """Queue the work behind all that the ranks' streams have queued. Its tasks only queue work too.
 
-    def ended(self) -> None:
-        """All of it is queued."""
-        if self._stream is not None:
-            self._event = recorded(self._stream)
+        :param stream: as it was given; None is the current one, which is not entered: that costs as much as a launch.
+        """
+        default = self._device if self._stream is None else None
+        # What a rank offers on the same default stream comes before the work by itself.
+        apart = [each for each in ready if each.event is not None or each.device != default]
+        for each in apart:
+            # More may have been queued on the default stream since the rank came: that is waited for too, and no harm.
+            event = each.event if each.event is not None else streams.record_default(each.device)
+            self.stream.wait_event(event)
+
+        try:
+            if stream is None:  # as a rule, and without a context of its own
+                for task in work(offers):
+                    task()
+            else:
+                with torch.cuda.stream(stream):
+                    for task in work(offers):
+                        task()
+        finally:
+            if apart:
+                _keep(offers, {each.rank for each in ready} - {each.rank for each in apart}, self.stream)
+
+            if self._stream is not None:
+                self._event = recorded(self._stream)
 
     def order(self, device: int | None, stream: torch.cuda.Stream | None) -> None:
         """Make ``stream`` wait for it; the current one of ``device`` where None.
@@ -84,30 +104,6 @@ class Queued:
             event = self._event = streams.record_default(self._device)
 
         (stream if stream is not None else torch.cuda.current_stream(where)).wait_event(event)
-
-
-def run(
-    queued: Queued, ready: Sequence[Ready], offers: Sequence[Offer], work: Work, stream: torch.cuda.Stream | None
-) -> None:
-    """Queue the work behind all that the ranks' streams have queued. Its tasks only queue work too.
-
-    :param stream: as it was given; None is the current one, which is not entered: that costs as much as a launch.
-    """
-    apart = [each for each in ready if not queued.follows(each)]
-    for each in apart:
-        # More may have been queued on the default stream since the rank came: that is waited for too, and no harm.
-        event = each.event if each.event is not None else streams.record_default(each.device)
-        queued.stream.wait_event(event)
-
-    try:
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            for task in work(offers):
-                task()
-    finally:
-        if apart:
-            _keep(offers, {each.rank for each in ready} - {each.rank for each in apart}, queued.stream)
-
-        queued.ended()
 
 
 def _keep(offers: Sequence[Offer], following: set[int], stream: torch.cuda.Stream) -> None:

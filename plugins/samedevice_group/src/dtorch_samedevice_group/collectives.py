@@ -61,6 +61,8 @@ def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
         if how is not None and jobs and fused.takes(jobs[0][0]):
             tensors, attempt = jobs[0] if len(jobs) == 1 else _flat(jobs), partial(fused.reduce_in_place, how, jobs)
             jobs = again.left(tensors, tensors, attempt)
+            if not jobs:
+                return ()
 
         return share(jobs, do)
 
@@ -98,6 +100,8 @@ def reduce_scatter(rule: Rule, factor: float | None = None) -> Collective:
         if how is not None and fused.takes(jobs[0][0]):
             outputs = [mine[0] for mine in ranks]
             jobs = again.left(_flat(ranks), outputs, partial(fused.reduce_each, how, jobs))
+            if not jobs:
+                return ()
 
         return share(jobs, partial(_reduce_out, rule, factor))
 

@@ -66,8 +66,11 @@ class Launcher:
         """Queue a kernel once more, on the current stream. As :meth:`launch`."""
         device, start = launch
         try:
-            with _on(device):
+            if torch._C._cuda_getDevice() == device:  # as a rule
                 start(stream=torch._C._cuda_getCurrentRawStream(device))
+            else:
+                with torch.cuda.device(device):
+                    start(stream=torch._C._cuda_getCurrentRawStream(device))
         except Exception as error:
             self._give_up(error)
             return False
