@@ -256,6 +256,9 @@ def _flat(rows: Sequence[Job]) -> list[Tensor]:
 
 def _copied(jobs: Sequence[Job]) -> Sequence[Task]:
     """Copy each job's first tensor to its others, on CUDA."""
+    if not jobs:
+        return ()
+
     return copies([target for job in jobs for target in job[1:]], [job[0] for job in jobs for _ in job[1:]])
 
 
