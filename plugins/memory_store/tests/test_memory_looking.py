@@ -146,14 +146,28 @@ class TestLooking:
 
         def run():
             calls = []
-            for timeout in (0.05, 0.05, 1e-6, 1e-6):
+            for timeout in (0.05, 0.05, 1e-6):
                 before = look.calls
                 Waiter(0).sleep(timeout)
                 calls.append(look.calls - before)
 
             return calls
 
-        assert elsewhere(run) == [1, 0, 0, 1]  # the third is short, and so the fourth looks again
+        assert elsewhere(run) == [1, 0, 0]
+
+    def test_short_wait_is_followed_by_one_that_looks(self, cores, monkeypatch):
+        look = Counted(looking.available())
+        monkeypatch.setattr(looking, "_look", look)
+        monkeypatch.setattr(looking, "SHORT", LIMIT)
+
+        def run():
+            looking._here.looks = False
+            Waiter(0).sleep(1e-6)
+            first = look.calls
+            Waiter(0).sleep(1e-6)
+            return first, look.calls
+
+        assert elsewhere(run) == (0, 1)
 
     def test_no_thread_looks_where_all_cores_are_taken(self, cores, monkeypatch):
         look = Counted(looking.available())
@@ -185,13 +199,17 @@ class TestLooking:
         monkeypatch.setattr(looking, "_look", look)
         monkeypatch.setattr(looking, "PAUSE", LIMIT)
 
+        def waits():
+            looking._here.looks = True  # however long the last wait was on a busy machine
+            Waiter(0).sleep(1e-6)
+
         def run():
             for _ in range(3):
-                Waiter(0).sleep(1e-6)
+                waits()
 
             first = look.calls
             looking._here.not_before = 0
-            Waiter(0).sleep(1e-6)
+            waits()
             return first, look.calls
 
         assert elsewhere(run) == (1, 2)

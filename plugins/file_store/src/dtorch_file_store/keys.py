@@ -50,6 +50,9 @@ class Keys:
         """Borrows (rank, key) that reset() has ended."""
         self._overruled: dict[tuple[int, str], Failure] = {}
         """What a rank (and key) that another rank's was set before is told when it waits."""
+        self._overruled_values: list[Value | None] = []
+        """What those had set. A rank that has a share of it may still read it, and nobody says when it has finished: it
+        is kept until a reset, which no borrow outlives, or the end."""
         self._questions: dict[Name, list[Waiter]] = {}
         """Who has asked whether a publication is live."""
         self._early: list[tuple[int, Message]] = []
@@ -74,6 +77,9 @@ class Keys:
         :param timeout: for the answer of another rank that seems to have the key.
         """
         node, table = self._node, self._table
+        if node.links:  # a lower rank's older set, of a key that was freed since, would seem to come at the same time
+            node.look()
+
         while True:
             with node.mutex:
                 self._presence.check_open(owner)
@@ -171,6 +177,7 @@ class Keys:
             if self._orphans:
                 self._orphans.discard((rank, key))
 
+            publication.granted.discard(rank)
             publication.finished.add(rank)
             woken: Iterable[Waiter] = ()
             arbiter = self._table.arbiter(publication)
@@ -301,6 +308,8 @@ class Keys:
             if not woken:
                 self._overruled[own.owner, key] = void
             self._table.abandon(own)
+            self._overruled_values.append(own.value)
+            own.value = None
             self._table.free(own)
 
         value = self._arrived(self._node.homes[owner], described, message.body)
@@ -321,7 +330,7 @@ class Keys:
         else:
             self._table.forget(publication)
 
-        return self._shares.give_up_on(publication.key)
+        return self._shares.give_up_on(publication.key) + self._answered(publication.name, live=False)
 
     def _on_live_asked(self, peer: int, message: Message) -> Iterable[Waiter]:
         _, owner, number = message.fields
@@ -337,11 +346,15 @@ class Keys:
             self._table.forget(publication)
             failed = self._shares.give_up_on(publication.key)
 
-        waiters = [waiter for waiter in self._questions.pop((owner, number), ()) if not waiter.settled]
+        return failed + self._answered((owner, number), live)
+
+    def _answered(self, name: Name, live: bool) -> list[Waiter]:
+        """Who asked for it goes on: with that, or to look anew."""
+        waiters = [waiter for waiter in self._questions.pop(name, ()) if not waiter.settled]
         for waiter in waiters:
             waiter.done, waiter.result = True, live
 
-        return failed + waiters
+        return waiters
 
     def lent(self) -> list[Value]:
         """What this node's ranks have published, and not all have finished. Under the mutex."""
@@ -349,14 +362,15 @@ class Keys:
 
     # Ends. Under the mutex; they return the waiters that they settle.
 
-    def drop(self) -> list[Publication]:
+    def drop(self) -> list[object]:
         """Forget every key, of all ranks. What is returned holds tensors, to be let go outside the mutex."""
         self._overruled.clear()
         self._ahead.clear()
         dropped = self._table.drop()
         own = self._table.own_ranks
         self._orphans.update((rank, found.key) for found in dropped for rank in found.borrowers & own)
-        return dropped
+        values, self._overruled_values = self._overruled_values, []
+        return [*dropped, *values]
 
     def after_drop(self) -> list[Waiter]:
         """Messages of the new epoch that came early."""
@@ -364,8 +378,9 @@ class Keys:
         return [waiter for peer, message in early for waiter in self._node.handlers[message.kind](peer, message)]
 
     def node_gone(self, node: int) -> list[Waiter]:
-        """A node has nothing more to say."""
-        return self._shares.node_gone(node)
+        """A node has nothing more to say: who has asked it asks its heir."""
+        asking = [waiter for name in list(self._questions) for waiter in self._answered(name, live=False)]
+        return self._shares.node_gone(node) + asking
 
     def waiters(self) -> list[Waiter]:
         """Every thread that waits for a key."""

@@ -122,7 +122,7 @@ class Table:
 
     def borrowed(self, rank: int, key: str) -> Publication | None:
         """What ``rank`` has borrowed under the key."""
-        for publication in self._live.get(key, ()):
+        for publication in tuple(self._live.get(key, ())):  # another thread may take an older one away
             if rank in publication.takers and rank not in publication.finished:
                 return publication
 

@@ -107,12 +107,11 @@ class Reading:
             return
 
         with self._presence.mutex:
-            sleeps = waiter in self._followers and not waiter.signalled
-            waiter.signalled = waiter.signalled or sleeps
+            let_go = waiter.signal() if waiter in self._followers and not waiter.signalled else None
             reads = self._driver is waiter
 
-        if sleeps:
-            waiter.wake()
+        if let_go is not None:
+            let_go()
         elif reads:
             self._kick()
 
@@ -139,14 +138,16 @@ class Reading:
             self._thread.join(seconds)
 
     def _sleep(self, waiter: Waiter, seconds: float) -> None:
-        woken = False
+        woken: bool | None = None  # not known
         try:
             woken = waiter.sleep(seconds)
         finally:
             with self._presence.mutex:
                 self._followers.remove(waiter)
-                late = waiter.signalled and not woken
+                late = waiter.signalled and woken is False
                 waiter.signalled = False
+                if woken is None:
+                    waiter.leave()
 
             if late:
                 waiter.consume()
@@ -161,7 +162,7 @@ class Reading:
             self._heard()
 
     def _stop_reading(self) -> None:
-        heir: Waiter | None = None
+        let_go: Callable[[], None] | None = None
         with self._presence.mutex:
             self._driver, self._reader = None, 0
             self._left = time.monotonic()
@@ -169,13 +170,13 @@ class Reading:
             if self._followers:
                 heir = next((other for other in self._followers if not other.settled and not other.signalled), None)
                 if heir is not None:
-                    heir.signalled = True
+                    let_go = heir.signal()
 
             unparks, self._parks = self._parks, False
             closing = self._closing
 
-        if heir is not None:
-            heir.wake()
+        if let_go is not None:
+            let_go()
 
         if unparks:
             self._parked.set()

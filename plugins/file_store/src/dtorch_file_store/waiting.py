@@ -43,10 +43,17 @@ class Waiter(Wait):
         assert self._lock is not None, "prepared"
         self._lock.acquire()
 
-    def wake(self) -> None:
-        """Let the sleeping thread go on; once for each time that it sleeps."""
+    def signal(self) -> Callable[[], None]:
+        """What lets the sleeping thread go on, to be called outside the mutex; once for each time that it sleeps. Under
+        the mutex."""
         assert self._lock is not None, "prepared"
-        self._lock.release()
+        self.signalled = True
+        return self._lock.release
+
+    def leave(self) -> None:
+        """The thread was taken out of its sleep, as by Ctrl-C, and nobody can say whether it had been woken by then: a
+        wake-up that is under way is let go with what it wakes. Under the mutex."""
+        self._lock = None
 
 
 class Notice(Waiter):
