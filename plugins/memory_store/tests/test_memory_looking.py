@@ -197,7 +197,7 @@ class TestLooking:
         """As look.c finds: it offered its core, and had it back late."""
         look = Counted(lambda *args: looking._CROWDED)
         monkeypatch.setattr(looking, "_look", look)
-        monkeypatch.setattr(looking, "PAUSE", LIMIT)
+        monkeypatch.setattr(looking, "PAUSES", (LIMIT, LIMIT))
 
         def waits():
             looking._here.looks = True  # however long the last wait was on a busy machine
@@ -213,6 +213,25 @@ class TestLooking:
             return first, look.calls
 
         assert elsewhere(run) == (1, 2)
+
+    def test_pauses_grow_with_each_crowd_and_shrink_with_looks_that_end_well(self, cores, monkeypatch):
+        found = [looking._CROWDED] * 12 + [0] * 2000
+        monkeypatch.setattr(looking, "_look", lambda *args: found.pop(0))
+        pauses = []
+
+        def run():
+            here = looking._here
+            while found:
+                here.looks, here.not_before = True, 0.0
+                Waiter(0).sleep(1e-6)
+                pauses.append(here.pause)
+
+        elsewhere(run)
+        first, most = looking.PAUSES
+        assert pauses[:3] == [2 * first, 4 * first, 8 * first]
+        assert max(pauses) == pauses[11] == most
+        assert most / 2.2 < pauses[11 + 230] < most / 1.8
+        assert pauses[-1] <= first
 
     def test_exceptions_amid_waits_keep_no_core(self, cores, monkeypatch):
         """Of a signal's handler, at any moment."""
@@ -327,6 +346,14 @@ class TestCores:
 
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1000))
         assert usable(tmp_path) == most
+
+
+    def test_thread_that_is_bound_to_a_core_counts_those_of_the_process(self):
+        def bound():
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+            return usable(Path("/nowhere"))
+
+        assert elsewhere(bound) == len(os.sched_getaffinity(os.getpid()))
 
 
 class TestBuilt:

@@ -10,7 +10,8 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 def usable(groups: Path = CONTROL_GROUPS) -> int:
     """Those that it may run on, or as many as its container may use at a time, if that is less; at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Its main thread's: this one may be a rank that is bound to a core of its own.
+    cores = len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *(int(quota / period) for quota, period in _limits(groups))]))
 
 
