@@ -100,6 +100,17 @@ def add_up(offers):
     return tasks
 
 
+def held_until(begun, release):
+    """As add_up, which says that it has begun, and waits until it is let go on."""
+
+    def held(offers):
+        begun.set()
+        assert release.wait(LIMIT)
+        return add_up(offers)
+
+    return held
+
+
 class TestGroupOverFourSteps:
     """What the kit asks of a group, over a store with the defaults: the tests that a store can make fail."""
 
@@ -406,11 +417,7 @@ class TestJointWork:
     def test_nobody_gives_up_work_that_has_begun(self):
         """It writes to every rank's tensors, and ends by itself."""
         begun, release = threading.Event(), threading.Event()
-
-        def held(offers):
-            begun.set()
-            assert release.wait(LIMIT)
-            return add_up(offers)
+        held = held_until(begun, release)
 
         def body(store):
             tensor = torch.ones(2)
@@ -533,11 +540,7 @@ class TestJointWork:
     def test_tensors_are_their_ranks_own_once_its_call_has_raised(self, how):
         """Whatever ends it while the work is done: where that is in this process, the call raises behind it."""
         begun, release = threading.Event(), threading.Event()
-
-        def held(offers):
-            begun.set()
-            assert release.wait(LIMIT)
-            return add_up(offers)
+        held = held_until(begun, release)
 
         def body(store):
             tensor = torch.ones(2)
