@@ -3,6 +3,8 @@
 import pytest
 from dtorch_file_store import watch
 
+from dtorch_core import _pauses
+
 
 @pytest.fixture
 def looking(monkeypatch):
@@ -41,6 +43,6 @@ def test_thread_whose_core_is_taken_looks_no_more_for_a_while(looking):
     clock["yield"] = 4e-3
     assert looks(own) == 1
     assert looks(own) == 0
-    clock["now"] += watch.PAUSE
+    clock["now"] += _pauses.FIRST
     clock["yield"] = 1e-6
     assert looks(own) == 10

@@ -15,6 +15,7 @@ from dtorch_memory_store import looking
 from dtorch_memory_store.cores import usable
 from dtorch_memory_store.waiting import Waiter
 
+from dtorch_core import _pauses
 from dtorch_core.testing import Background
 
 with pytest.MonkeyPatch.context() as _patch:
@@ -44,7 +45,7 @@ def cores(monkeypatch):
     monkeypatch.setattr(looking, "_cores", (ctypes.c_int * 1)(2))
     monkeypatch.setattr(looking, "_turns", looking.deque())
     monkeypatch.setattr(looking, "_here", looking._Here())
-    monkeypatch.setattr(looking, "CROWD", LONG)
+    monkeypatch.setattr(looking, "_CROWD", LONG)
     yield looking._cores
     assert looking._cores[0] == 2, "a core is kept by nobody"
 
@@ -197,41 +198,23 @@ class TestLooking:
         """As look.c finds: it offered its core, and had it back late."""
         look = Counted(lambda *args: looking._CROWDED)
         monkeypatch.setattr(looking, "_look", look)
-        monkeypatch.setattr(looking, "PAUSES", (LIMIT, LIMIT))
+        monkeypatch.setattr(_pauses, "MOST", LIMIT)
 
         def waits():
             looking._here.looks = True  # however long the last wait was on a busy machine
             Waiter(0).sleep(1e-6)
 
         def run():
+            looking._here.pauses._pause = LIMIT
             for _ in range(3):
                 waits()
 
             first = look.calls
-            looking._here.not_before = 0
+            looking._here.pauses.until = 0.0
             waits()
             return first, look.calls
 
         assert elsewhere(run) == (1, 2)
-
-    def test_pauses_grow_with_each_crowd_and_shrink_with_looks_that_end_well(self, cores, monkeypatch):
-        found = [looking._CROWDED] * 12 + [0] * 2000
-        monkeypatch.setattr(looking, "_look", lambda *args: found.pop(0))
-        pauses = []
-
-        def run():
-            here = looking._here
-            while found:
-                here.looks, here.not_before = True, 0.0
-                Waiter(0).sleep(1e-6)
-                pauses.append(here.pause)
-
-        elsewhere(run)
-        first, most = looking.PAUSES
-        assert pauses[:3] == [2 * first, 4 * first, 8 * first]
-        assert max(pauses) == pauses[11] == most
-        assert most / 2.2 < pauses[11 + 230] < most / 1.8
-        assert pauses[-1] <= first
 
     def test_exceptions_amid_waits_keep_no_core(self, cores, monkeypatch):
         """Of a signal's handler, at any moment."""

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from dtorch_core._meeting.deaths import LONGEST
+from dtorch_core._pauses import CROWD, Pauses
 from dtorch_file_store.link import Link, ready
 
 LOOKING = 100e-6
@@ -23,14 +24,6 @@ that sleep takes 40 us between two that look.)"""
 
 SHORT = 10 * LOOKING
 """A wait of less seconds is a reason to look in the next one: it might have been shorter still."""
-
-
-CROWD = 200e-6
-"""Seconds: a thread that has its core back no sooner, after it offered it, has met a program that took it."""
-
-PAUSE = 0.5
-"""Seconds that nobody looks then: a thread that only offers its core is woken by nobody, and has it back when the other
-program has had its time, of milliseconds."""
 
 
 class Event(NamedTuple):
@@ -60,8 +53,7 @@ class Watch:
         """How long a thread of this one looks."""
         self._looks = True
         """Answers have come soon of late."""
-        self._not_before = 0.0
-        """When a thread may look again."""
+        self._pauses = Pauses()
 
     def add_link(self, link: Link) -> None:
         """Wait for what comes over a connection."""
@@ -152,14 +144,18 @@ class Watch:
     def moment(self, seconds: float = math.inf) -> Iterator[None]:
         """Again and again, for as long as it is worth to look; in between the core is offered to others."""
         now = time.monotonic()
+        if not self._looks or now < self._pauses.until:
+            return
+
+        self._pauses.looks += 1
         until = now + min(seconds, self.looking)
-        while self._looks and self._not_before <= now < until:
+        while self._pauses.until <= now < until:
             yield
             offered = time.monotonic()
             os.sched_yield()
             now = time.monotonic()
             if now - offered > CROWD:
-                self._not_before = now + PAUSE
+                self._pauses.begin(now)
 
     def close(self) -> None:
         """Let go of all descriptors but those of the connections."""

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from dtorch_core._pauses import CROWD, Pauses
 from dtorch_memory_store.cores import usable
 
 VARIABLE = "DTORCH_LOOK"
@@ -35,14 +36,8 @@ TURNS = 100_000 if getattr(sys, "_is_gil_enabled", lambda: True)() else 0
 SHORT = 200e-6
 """A wait of less seconds is a reason to look in the next one: it might have been shorter still."""
 
-CROWD = 200_000
-"""Nanoseconds: a thread that has its core back no sooner, after it offered it, has met a program that took it."""
-
-PAUSES = 0.002, 0.1
-"""Seconds that it does not look then: the first time, and at most. Each time doubles it, and 230 looks that end well
-halve it again. (Measured beside two programs that are always busy, on two cores: who looks all the same takes 20 times
-as long, since nobody wakes it; who pauses takes as long as who sleeps.)"""
-
+_CROWD = int(CROWD * 1e9)
+"""Nanoseconds."""
 _WOKEN, _TURN = 0, 1
 _WAS_WOKEN, _CROWDED = 1, 2
 """What a look finds, as look.c has it."""
@@ -85,9 +80,7 @@ class _Here(threading.local):
         self.seat = (ctypes.c_int * _APART)()
         self.looks = True
         """The last wait was short."""
-        self.not_before = 0.0
-        """When the thread may look again."""
-        self.pause = PAUSES[0]
+        self.pauses = Pauses()
 
 
 _look = available()
@@ -119,7 +112,7 @@ def report() -> str:
 def sleep(sleeper: Sleeper, timeout: float) -> None:
     """Block until woken, or for ``timeout`` seconds."""
     start = time.monotonic()
-    if _look is not None and _here.looks and timeout > 0 and start >= _here.not_before:
+    if _look is not None and _here.looks and timeout > 0 and start >= _here.pauses.until:
         if _woken_soon(_look, sleeper, timeout):
             return
 
@@ -146,23 +139,20 @@ def _woken_soon(look: Look, sleeper: Sleeper, timeout: float) -> bool:
     if _cores[0] <= 0:
         return False
 
-    seat = _here.seat
+    seat, pauses = _here.seat, _here.pauses
     seat[_WOKEN] = seat[_TURN] = 0
     try:
         sleeper.seat = seat
         if sleeper.lock.acquire(False):  # woken before it had a seat
             return True
 
-        found = look(_cores, _next_turn(), seat, int(min(LOOKING, timeout * 1e9)), TURNS, CROWD)
+        pauses.looks += 1
+        found = look(_cores, _next_turn(), seat, int(min(LOOKING, timeout * 1e9)), TURNS, _CROWD)
     finally:
         sleeper.seat = None
 
-    here = _here
     if found & _CROWDED:
-        here.not_before = time.monotonic() + here.pause
-        here.pause = min(2 * here.pause, PAUSES[1])
-    elif here.pause > PAUSES[0]:
-        here.pause *= 0.997
+        pauses.begin(time.monotonic())
 
     if found & _WAS_WOKEN and not seat[_TURN]:
         with suppress(ValueError):  # whoever took it has yet to give it
