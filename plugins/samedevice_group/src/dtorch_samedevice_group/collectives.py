@@ -54,13 +54,18 @@ def all_reduce(rule: Rule, factor: float | None = None) -> Collective:
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         jobs: Sequence[Job] = _by_position(offers)
-        if (len(jobs) > 1 and meet(_flat(jobs))) or _is_shared(jobs):
+        tensors = jobs[0] if len(jobs) == 1 else _flat(jobs)
+        fusible = how is not None and len(tensors) > 0 and fused.takes(tensors[0])
+        where = again.where(tensors) if fusible else None
+        if again.done(where, tensors):
+            return ()
+
+        if (len(jobs) > 1 and meet(tensors)) or _is_shared(jobs):
             # All is read before anything is written.
             return share([[*job, *[tensor.clone() for tensor in job]] for job in jobs], copied)
 
-        if how is not None and jobs and fused.takes(jobs[0][0]):
-            tensors, attempt = jobs[0] if len(jobs) == 1 else _flat(jobs), partial(fused.reduce_in_place, how, jobs)
-            jobs = again.left(tensors, tensors, attempt)
+        if fusible and how is not None:
+            jobs = again.left(where, partial(fused.reduce_in_place, how, jobs))
             if not jobs:
                 return ()
 
@@ -96,10 +101,14 @@ def reduce_scatter(rule: Rule, factor: float | None = None) -> Collective:
 
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         ranks = [offer.tensors for offer in offers]
+        fusible = how is not None and fused.takes(ranks[0][0])
+        where = again.where(_flat(ranks)) if fusible else None
+        if again.done(where, [mine[0] for mine in ranks]):
+            return ()
+
         jobs: Sequence[Job] = [(mine[0], *[theirs[number] for theirs in ranks]) for number, mine in enumerate(ranks, 1)]
-        if how is not None and fused.takes(jobs[0][0]):
-            outputs = [mine[0] for mine in ranks]
-            jobs = again.left(_flat(ranks), outputs, partial(fused.reduce_each, how, jobs))
+        if fusible and how is not None:
+            jobs = again.left(where, partial(fused.reduce_each, how, jobs))
             if not jobs:
                 return ()
 
@@ -121,8 +130,12 @@ def all_gather() -> Collective:
         outputs = [tensor for offer in offers for tensor in offer.tensors[:-1]]
         if fused.takes(offers[0].tensors[-1]):
             ranks = [offer.tensors for offer in offers]
+            where = again.where(_flat(ranks))
+            if again.done(where, outputs):
+                return ()
+
             jobs = [(mine[-1], *[theirs[number] for theirs in ranks]) for number, mine in enumerate(ranks)]
-            return _copied(again.left(_flat(ranks), outputs, partial(fused.spread, jobs)))
+            return _copied(again.left(where, partial(fused.spread, jobs)))
 
         return copies(outputs, [offer.tensors[-1] for offer in offers] * len(offers))
 
@@ -140,8 +153,13 @@ def broadcast(root: int) -> Collective:
     def work(offers: Sequence[Offer]) -> Sequence[Task]:
         given, others = offers[root].tensors, [offer.tensors for offer in offers if offer.rank != root]
         if given and others and fused.takes(given[0]):
+            written = _flat(others)
+            where = again.where([*given, *written])
+            if again.done(where, written):
+                return ()
+
             jobs = [(tensor, *[theirs[number] for theirs in others]) for number, tensor in enumerate(given)]
-            return _copied(again.left(_flat(jobs), _flat(others), partial(fused.spread, jobs)))
+            return _copied(again.left(where, partial(fused.spread, jobs)))
 
         return copies([tensor for tensors in others for tensor in tensors], given * len(others))
 

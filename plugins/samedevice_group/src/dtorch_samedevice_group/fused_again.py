@@ -14,6 +14,9 @@ from torch.autograd.graph import increment_version
 from dtorch_samedevice_group.blocks import Job
 from dtorch_samedevice_group.fused_launch import Launch, launcher
 
+Where = tuple[int, ...]
+"""The addresses and lengths of a call's tensors."""
+
 _MOST = 100
 """Sets of tensors that are remembered."""
 
@@ -22,21 +25,34 @@ class Again:
     """The memory of one collective, whose tensors have one dtype each, whatever they are."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], Launch] = {}
+        self._known: dict[Where, Launch] = {}
 
-    def left(
-        self, tensors: Sequence[Tensor], written: Sequence[Tensor], attempt: Callable[[], Sequence[Job]]
-    ) -> Sequence[Job]:
-        """The jobs that are left to torch after ``attempt``, or after what an earlier one has launched for ``tensors``.
+    @staticmethod
+    def where(tensors: Sequence[Tensor]) -> Where | None:
+        """Where they lie; None if one is not simply the memory there."""
+        where: list[int] = []
+        for tensor in tensors:
+            if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+                return None
 
-        :param written: those of them that the collective writes.
+            where += tensor.data_ptr(), tensor.nbytes
+
+        return tuple(where)
+
+    def done(self, where: Where | None, written: Sequence[Tensor]) -> bool:
+        """Whether all is done, by what was launched for the same place before.
+
+        :param written: the tensors that the collective writes.
         """
-        where = _where(tensors)
         known = None if where is None else self._known.get(where)
-        if known is not None and launcher.repeat(known):
-            increment_version(written)
-            return ()
+        if known is None or not launcher.repeat(known):
+            return False
 
+        increment_version(written)
+        return True
+
+    def left(self, where: Where | None, attempt: Callable[[], Sequence[Job]]) -> Sequence[Job]:
+        """The jobs that are left to torch after ``attempt``, whose launch is remembered if it has done it all."""
         with launcher.noting() as launches:
             left = attempt()
 
@@ -47,15 +63,3 @@ class Again:
             (self._known[where],) = launches
 
         return left
-
-
-def _where(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Addresses and lengths; None if a tensor is not simply the memory there."""
-    where: list[int] = []
-    for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
-            return None
-
-        where += tensor.data_ptr(), tensor.nbytes
-
-    return tuple(where)

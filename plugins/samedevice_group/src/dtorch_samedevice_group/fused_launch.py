@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from dtorch_samedevice_group.fused_start import Kernel, quicker
+
 VARIABLE = "DTORCH_FUSED"
 """The environment variable that turns fused kernels off, where it is ``0``. Read once in a process."""
 
@@ -133,7 +135,9 @@ class Launcher:
     def _note(self, key: tuple[int, Variant], grid: tuple[int, int, int], numbers: tuple[int, ...]) -> None:
         if self._here.launches is not None:
             compiled, constants = self._compiled[key]
-            self._here.launches.append((key[0], partial(compiled[grid], *numbers, *constants)))
+            args = *numbers, *constants
+            start = compiled.prepared(grid, args) if isinstance(compiled, Kernel) else partial(compiled[grid], *args)
+            self._here.launches.append((key[0], start))
 
     def _first(self, key: tuple[int, Variant], grid: tuple[int, int, int], numbers: tuple[int, ...]) -> None:
         from dtorch_samedevice_group import fused_kernels  # takes long to import, and may be of no use here
@@ -144,7 +148,7 @@ class Launcher:
             slow.compile((*numbers, *constants))
 
         compiled = slow.start(grid, (*numbers, *constants))  # may have to wait for the GPU: with no lock
-        self._compiled[key] = compiled if _takes_stream(compiled) else slow, constants
+        self._compiled[key] = quicker(compiled, len(numbers)) if _takes_stream(compiled) else slow, constants
 
     def _slow(self, variant: Variant) -> _Slow:
         from dtorch_samedevice_group import fused_kernels
