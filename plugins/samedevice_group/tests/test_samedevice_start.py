@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from dtorch_samedevice_group import fused_start
-from dtorch_samedevice_group.fused_start import Kernel, quicker
+from dtorch_samedevice_group.fused_start import Kernel, prepared, quicker
 
 NUMBERS = [2**40 + 1, -7, 0]
 
@@ -58,7 +58,7 @@ class Compiled:
 @pytest.mark.parametrize("hidden", [0, 1, 2])
 def test_arguments_are_laid_out_once_and_launched_often(use, hidden):
     driver, compiled = use(Driver(*[8] * (3 + hidden))), Compiled()
-    start = Kernel(compiled, 3).prepared((5, 6, 1), (*NUMBERS, "constant"))
+    start = prepared(Kernel(compiled, 3), ("constant",), (5, 6, 1), NUMBERS)
     start(stream=2**46)
     start(stream=0)
     shape, values = [5, 6, 1, 256, 1, 1, 16], [*NUMBERS, *[0] * hidden]
@@ -66,17 +66,11 @@ def test_arguments_are_laid_out_once_and_launched_often(use, hidden):
     assert not compiled.started
 
 
-def test_called_as_triton_is(use):
-    driver = use(Driver(8, 8, 8))
-    Kernel(Compiled(), 3)[(5, 6, 1)](*NUMBERS, "constant", stream=4)
-    assert [launch[2:4] for launch in driver.launches] == [(4, NUMBERS)]
-
-
 def test_what_the_driver_refuses_is_left_to_triton(use):
     """It makes a context where the thread has none, and else says what is wrong."""
     use(Driver(8, 8, 8, error=201))
     compiled = Compiled()
-    Kernel(compiled, 3).prepared((5, 6, 1), (*NUMBERS, "constant"))(stream=4)
+    prepared(Kernel(compiled, 3), ("constant",), (5, 6, 1), NUMBERS)(stream=4)
     assert compiled.started == [((5, 6, 1), (*NUMBERS, "constant"), 4)]
 
 

@@ -12,12 +12,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 
-from dtorch_samedevice_group.fused_start import Kernel, quicker
+from dtorch_samedevice_group.fused_start import prepared, quicker
 
 VARIABLE = "DTORCH_FUSED"
 """The environment variable that turns fused kernels off, where it is ``0``. Read once in a process."""
@@ -31,6 +30,9 @@ BLOCK_BYTES = 4096
 WARPS = 8
 """Threads of a block, in 32s. (Measured on an H200: blocks of 4 to 32 KiB and 4 to 16 warps differ by 6 % at 256 MiB,
 and small collectives are fastest with small blocks.)"""
+
+Grid = tuple[int, int, int]
+"""Blocks of threads, in each dimension."""
 
 Launch = tuple[int, Callable[..., object]]
 """A device, and what queues a kernel on the stream that it is given."""
@@ -83,7 +85,7 @@ class Launcher:
         self,
         variant: Variant,
         device: int,
-        grid: tuple[int, int, int],
+        grid: Grid,
         inputs: Sequence[int],
         outputs: Sequence[int],
         length: int,
@@ -107,39 +109,38 @@ class Launcher:
             self._give_up(error)
             return False
 
-    def _launch(self, key: tuple[int, Variant], grid: tuple[int, int, int], numbers: tuple[int, ...]) -> bool:
+    def _launch(self, key: tuple[int, Variant], grid: Grid, numbers: tuple[int, ...]) -> bool:
         known = self._compiled.get(key)
         if known is None:
             if torch.cuda.is_current_stream_capturing():
                 return False  # a kernel can't be loaded then
 
             self._first(key, grid, numbers)
-            self._note(key, grid, numbers)
+            self._note(key[0], prepared(*self._compiled[key], grid, numbers))
             return True
 
         compiled, constants = known
         stream = torch._C._cuda_getCurrentRawStream(key[0])
+        start = prepared(compiled, constants, grid, numbers)
         try:
-            compiled[grid](*numbers, *constants, stream=stream)
+            start(stream=stream)
         except TypeError:  # it takes other arguments than we know: nothing was queued
             if isinstance(compiled, _Slow):
                 raise
 
             slow = self._slow(key[1])
-            slow[grid](*numbers, *constants, stream=stream)
             self._compiled[key] = slow, constants
+            start = prepared(slow, constants, grid, numbers)
+            start(stream=stream)
 
-        self._note(key, grid, numbers)
+        self._note(key[0], start)
         return True
 
-    def _note(self, key: tuple[int, Variant], grid: tuple[int, int, int], numbers: tuple[int, ...]) -> None:
+    def _note(self, device: int, start: Callable[..., object]) -> None:
         if self._here.launches is not None:
-            compiled, constants = self._compiled[key]
-            args = *numbers, *constants
-            start = compiled.prepared(grid, args) if isinstance(compiled, Kernel) else partial(compiled[grid], *args)
-            self._here.launches.append((key[0], start))
+            self._here.launches.append((device, start))
 
-    def _first(self, key: tuple[int, Variant], grid: tuple[int, int, int], numbers: tuple[int, ...]) -> None:
+    def _first(self, key: tuple[int, Variant], grid: Grid, numbers: tuple[int, ...]) -> None:
         from dtorch_samedevice_group import fused_kernels  # takes long to import, and may be of no use here
 
         slow = self._slow(key[1])
@@ -184,7 +185,7 @@ class _Slow:
     def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - triton is untyped
         self._kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:  # noqa: ANN401
+    def __getitem__(self, grid: Grid) -> Any:  # noqa: ANN401
         def run(*args: object, stream: int) -> None:
             self.start(grid, args)  # on the current stream, which is that one
 
@@ -194,7 +195,7 @@ class _Slow:
         """Compile it, where that has not been done; nothing is launched."""
         self._kernel.warmup(*args, grid=(1, 1, 1), **_OPTIONS)
 
-    def start(self, grid: tuple[int, int, int], args: tuple[object, ...]) -> Any:  # noqa: ANN401
+    def start(self, grid: Grid, args: tuple[object, ...]) -> Any:  # noqa: ANN401
         """Launch, and return the compiled kernel."""
         return self._kernel[grid](*args, **_OPTIONS)
 

@@ -28,15 +28,13 @@ _WIDTH = 8
 
 
 class Kernel:
-    """A compiled kernel, called as triton's own: ``kernel[grid](*numbers, *constants, stream=stream)``."""
+    """A compiled kernel that the driver can start."""
 
     def __init__(self, compiled: Any, numbers: int) -> None:  # noqa: ANN401 - triton is untyped
         """
         :param numbers: how many of the arguments are no constants: the first ones.
         :raises AttributeError, TypeError, ValueError, OSError: if it can't be started without triton.
         """
-        self._compiled = compiled
-        self._numbers = numbers
         about = compiled.metadata
         if about.global_scratch_size or about.profile_scratch_size or about.num_ctas != 1 or about.shared > _SHARED:
             raise ValueError("it needs more than arguments")
@@ -44,47 +42,38 @@ class Kernel:
         if about.launch_cooperative_grid or about.launch_pdl:
             raise ValueError("it is launched in another way")
 
-        self._function = c_void_p(compiled.function)
-        self._hidden = _parameters(self._function) - numbers
-        if not 0 <= self._hidden <= _HIDDEN:
+        function = c_void_p(compiled.function)
+        self.by_triton = compiled
+        self.hidden = _parameters(function) - numbers
+        """Parameters behind the numbers."""
+        if not 0 <= self.hidden <= _HIDDEN:
             raise ValueError("it has other parameters")
 
-        self._block = [c_uint(size) for size in (_WARP * about.num_warps, 1, 1, about.shared)]
-
-    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-        def start(*args: Any, stream: int) -> None:  # noqa: ANN401
-            self.prepared(grid, args)(stream=stream)
-
-        return start
-
-    def prepared(self, grid: Sequence[int], args: Sequence[Any]) -> Start:
-        """What starts it with these arguments."""
-        launch = partial(_driver().cuLaunchKernel, self._function, *map(c_uint, grid), *self._block)
-        numbers = [*args[: self._numbers], *[0] * self._hidden]
-        return Start(launch, numbers, partial(self._compiled[grid], *args))
+        self.launch = partial(_driver().cuLaunchKernel, function)
+        self.block = [c_uint(size) for size in (_WARP * about.num_warps, 1, 1, about.shared)]
 
 
 class Start:
     """Queues a kernel on the stream that it is called with."""
 
-    __slots__ = ("_instead", "_launch", "_numbers", "_places")
+    __slots__ = ("_args", "_grid", "_kernel", "_launch", "_numbers", "_places")
 
-    def __init__(self, launch: Callable[..., int], numbers: Sequence[int], instead: Callable[..., object]) -> None:
-        """
-        :param instead: triton's way.
-        """
-        count = len(numbers)
-        self._numbers = (c_int64 * count)(*numbers)  # the driver copies them in every launch
+    def __init__(
+        self, kernel: Kernel, grid: Sequence[int], numbers: Sequence[int], constants: Sequence[object]
+    ) -> None:
+        values = *numbers, *[0] * kernel.hidden
+        count = len(values)
+        self._numbers = (c_int64 * count)(*values)  # the driver copies them in every launch
         first = ctypes.addressof(self._numbers)
         self._places = (c_void_p * count)(*range(first, first + count * _WIDTH, _WIDTH))
-        self._launch = launch
-        self._instead = instead
+        self._launch = partial(kernel.launch, *map(c_uint, grid), *kernel.block)
+        self._kernel, self._grid, self._args = kernel, grid, (*numbers, *constants)
 
     def __call__(self, *, stream: int) -> None:
         # A thread may have no context yet: then, as after any other error, nothing was queued. Triton makes one, or
         # says what is wrong.
         if self._launch(c_void_p(stream), self._places, None):
-            self._instead(stream=stream)
+            self._kernel.by_triton[self._grid](*self._args, stream=stream)
 
 
 def quicker(compiled: Any, numbers: int) -> Any:  # noqa: ANN401
@@ -93,6 +82,19 @@ def quicker(compiled: Any, numbers: int) -> Any:  # noqa: ANN401
         return Kernel(compiled, numbers)
     except (AttributeError, TypeError, ValueError, OSError):
         return compiled
+
+
+def prepared(
+    compiled: Any,  # noqa: ANN401
+    constants: Sequence[object],
+    grid: Sequence[int],
+    numbers: Sequence[int],
+) -> Callable[..., object]:
+    """What queues it with these arguments, often: it is called with the stream."""
+    if isinstance(compiled, Kernel):
+        return Start(compiled, grid, numbers, constants)
+
+    return partial(compiled[grid], *numbers, *constants)
 
 
 def _parameters(function: c_void_p) -> int:
