@@ -20,7 +20,7 @@ from dtorch_samedevice_group.overlaps import Clear, Roles, clear_in_lists, clear
 
 if TYPE_CHECKING:
     from dtorch_samedevice_group.arguments import Cut
-    from dtorch_samedevice_group.group import Plan
+    from dtorch_samedevice_group.plan import Plan
 
 Form = tuple[object, ...]
 """What a plan depends on: the method, each tensor's GPU, dtype, shape and strides, and the options but for the timeout
