@@ -1,7 +1,7 @@
 """Copies between tensors of one dtype, also of those that torch has only the name of.
 
-Torch makes them where it can. What it can't copy (whole numbers of fewer than 8 bits; half-precision complex views that
-are both negative and conjugate) it refuses before it writes anything: only then is another way taken.
+Torch makes them where it can. What it can't copy (whole numbers of fewer than 8 bits; some conjugate and negative views
+of half-precision complex numbers) it refuses before it writes anything: only then is another way taken.
 """
 
 from __future__ import annotations
@@ -57,16 +57,12 @@ def _by_another_way(target: Tensor, source: Tensor) -> Tensor:
         return target
 
     # The bits are of views. What the target's say of its memory can as well be said of the source.
-    bare = target
-    if bare.is_conj():
-        bare, source = bare.conj(), source.conj()
+    conjugate, negative = source.is_conj() != target.is_conj(), source.is_neg() != target.is_neg()
+    taken = torch.view_as_real(bare(target)).copy_(torch.view_as_real(bare(source)))
+    if negative:
+        taken.neg_()
 
-    if bare.is_neg():
-        bare, source = torch._neg_view(bare), torch._neg_view(source)
-
-    if source.is_conj() and source.is_neg():
-        bare.copy_(source.conj()).conj_physical_()  # one after the other
-    else:
-        bare.copy_(source)
+    if conjugate:
+        taken[..., 1].neg_()
 
     return target

@@ -57,6 +57,8 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED}
 _HALF = (torch.float16, torch.bfloat16)
 _TOP_BIT = -(2**63)
+HALF_COMPLEX = tuple(getattr(torch, name) for name in ("complex32", "bcomplex32") if hasattr(torch, name))
+"""Complex numbers of two half-precision ones; the second since torch 2.14."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +159,7 @@ def rule(op: str, dtype: torch.dtype) -> Rule:
         if op in ("min", "max"):
             raise _refused(op, dtype, "complex numbers have no order")
 
-        wide = {torch.complex32: torch.complex64}.get(dtype)
-        return Rule(op, dtype, combine, accumulate=wide)
+        return Rule(op, dtype, combine, accumulate=torch.complex64 if dtype in HALF_COMPLEX else None)
 
     if dtype.is_floating_point:
         narrow = dtype in _HALF and op not in ("min", "max")

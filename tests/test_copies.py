@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dtorch_core._copies import bare, cloned, copy_into, plain
+from dtorch_core.reduction import HALF_COMPLEX
 
 WITHOUT_KERNELS = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)]
 
@@ -16,7 +17,7 @@ VIEWS = {
     "conjugate and negative": lambda tensor: torch._neg_view(tensor.conj()),
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 
 def as_written(tensor):
@@ -39,7 +40,7 @@ def test_dtype_that_torch_cannot_copy(dtype):
         assert torch.equal(copy.view(torch.uint8), raw.t())
 
 
-@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [*HALF_COMPLEX, torch.complex64], ids=str)
 @pytest.mark.parametrize(("target", "source"), list(itertools.product(VIEWS, VIEWS)))
 def test_complex_views(target, source, dtype):
     values = torch.complex(torch.arange(5.0), torch.arange(5.0) + 10).to(dtype)

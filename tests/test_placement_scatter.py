@@ -150,7 +150,7 @@ class TestScatter:
 
 
 class TestValues:
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
     def test_every_dtype_travels(self):
         dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
         dtypes += [torch.uint16, torch.uint32, torch.uint64]

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from dtorch_core import UnsupportedOperationError, UnsupportedTensorError, reduction
-from dtorch_core.reduction import OPS, neutral, rule
+from dtorch_core.reduction import HALF_COMPLEX, OPS, neutral, rule
 
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 HALF = [torch.float16, torch.bfloat16]
 WIDE = [torch.float32, torch.float64]
-COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+COMPLEX = [*HALF_COMPLEX, torch.complex64, torch.complex128]
 EIGHTS = [value for name, value in vars(torch).items() if name.startswith("float8") and isinstance(value, torch.dtype)]
 ARITHMETIC = ["sum", "avg", "product", "min", "max"]
 BITWISE = ["band", "bor", "bxor"]
@@ -30,7 +30,7 @@ ALLOWED = [
     if (dtype, op) not in REFUSED
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 
 def name(value):

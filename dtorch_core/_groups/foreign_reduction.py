@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtorch_core._copies import plain
 from dtorch_core._groups.stand_ins import CARRIED
-from dtorch_core.reduction import _divide, _quotient
+from dtorch_core.reduction import HALF_COMPLEX, _divide, _quotient
 
 Turn = Callable[[Tensor], Tensor]
 
@@ -80,7 +80,7 @@ def _complex_recipe(op: str, dtype: torch.dtype) -> Recipe:
     if op == "product":
         return Recipe(op, gathered=True)
 
-    wide = torch.complex64 if dtype is torch.complex32 else dtype
+    wide = torch.complex64 if dtype in HALF_COMPLEX else dtype
 
     def back(y: Tensor, n: int) -> Tensor:
         total = torch.view_as_complex(y)

@@ -227,7 +227,7 @@ class CollectiveTests(GroupConformance):
 
         self.ranks(body, 2, device)
 
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
     @pytest.mark.parametrize("dtype", all_dtypes(), ids=lambda dtype: str(dtype).removeprefix("torch."))
     def test_dtype_arrives_bit_for_bit(self, dtype: torch.dtype, device: str) -> None:
         """Every collective that moves values and computes none."""

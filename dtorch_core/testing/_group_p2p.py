@@ -42,7 +42,7 @@ class MessageTests(GroupConformance):
         self.ranks(body, 2, device)
 
     @requires("p2p")
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
     def test_message_of_any_dtype(self, device: str) -> None:
         def body(group: ThreadGroup) -> None:
             for dtype in self.carried(all_dtypes()):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtorch_core.errors import UnsupportedOperationError, UnsupportedTensorError
 from dtorch_core.group import ThreadGroup
+from dtorch_core.reduction import HALF_COMPLEX
 from dtorch_core.testing._group_base import WORLDS, GroupConformance, chunks, coded, same
 from dtorch_core.testing._harness import requires, undeclared
 
@@ -27,8 +28,9 @@ WIDTHS = {
 }
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+COMPLEX = (*HALF_COMPLEX, torch.complex64, torch.complex128)
+WIDER = {dtype: torch.float32 for dtype in (torch.float16, torch.bfloat16)}
+WIDER |= {dtype: torch.complex64 for dtype in HALF_COMPLEX}
 
 ARITHMETIC = ("sum", "avg", "product", "min", "max")
 BITWISE = ("band", "bor", "bxor")
@@ -154,7 +156,7 @@ class ReductionTests(GroupConformance):
         """Half precision adds in float32 and rounds once; NaN wins."""
         self._reduces(ARITHMETIC, FLOATS, world_size, device)
 
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
     @WORLDS
     def test_reduction_of_complex_numbers(self, world_size: int, device: str) -> None:
         self._reduces(("sum", "avg", "product"), COMPLEX, world_size, device)
@@ -187,7 +189,7 @@ class ReductionTests(GroupConformance):
 
         self.ranks(body, 3, device)
 
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
     def test_reduction_without_a_meaning_is_refused_on_every_rank(self, device: str) -> None:
         def body(group: ThreadGroup) -> None:
             eights = [value for name, value in vars(torch).items() if name.startswith("float8") and "x2" not in name]

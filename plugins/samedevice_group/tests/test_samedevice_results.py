@@ -16,7 +16,7 @@ from dtorch_core.declared import Declared, Place, at_risk, compute
 from dtorch_core.joint import Offer
 from dtorch_core.reduction import OPS, rule
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental:UserWarning")
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 SHAPES = ((), (0,), (1,), (7,), (3, 43))
