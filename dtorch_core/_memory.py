@@ -41,6 +41,16 @@ class Memory:
         self._direct = out is not None and not any(_overlap(out, tensor) for tensor in reads)
         self.tensor = out.detach() if out is not None and self._direct else shape.empty(device)
 
+    @classmethod
+    def holding(cls, label: str, out: Tensor | None, x: Tensor) -> Memory:
+        """Memory that holds ``x``'s values and will hold the result."""
+        in_place = isinstance(out, Tensor) and same_place(plain_tensor(out), x)
+        memory = cls(label, out, Shape.of(x), x.device, () if in_place else (x,))
+        if not in_place:
+            copy_into(memory.tensor, x.detach())
+
+        return memory
+
     def result(self) -> Tensor:
         """What the caller gets, once the collective is done: ``out``, or new memory. May be called again."""
         if self._out is None or self._given is None:

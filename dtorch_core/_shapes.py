@@ -88,6 +88,11 @@ def chunk_sizes(size: int, parts: int) -> list[int]:
     return [max(0, min(full, size - part * full)) for part in range(parts)]
 
 
+def chunks(tensor: Tensor, dim: int, parts: int) -> list[Tensor]:
+    """The tensor in chunks of those sizes."""
+    return list(tensor.detach().split(chunk_sizes(tensor.shape[dim], parts), dim))
+
+
 def joined(label: str, shapes: Sequence[Shape], dim: int) -> Shape:
     """The shape of all ranks' tensors put together along ``dim``.
 
