@@ -15,7 +15,9 @@ import pytest
 import dtorch_core
 
 # Shared by several test files, and their assertions say as much as those of the files do.
-pytest.register_assert_rewrite("opening_ranks", "process_runs", "script_runs", "thread_runs", "thread_world_ranks")
+pytest.register_assert_rewrite(
+    "four_steps", "opening_ranks", "process_runs", "script_runs", "thread_runs", "thread_world_ranks"
+)
 
 _numbers = itertools.count()
 
