@@ -8,8 +8,7 @@ from dtorch_core.checks import check_tensor, plain_tensor
 from dtorch_core.errors import UnsupportedTensorError
 from dtorch_core.placement import redistribute
 from dtorch_core.testing import run_ranks
-from dtorch_core.testing._store_values import _Wrapper
-from dtorch_core.testing._subclasses import loud
+from dtorch_core.testing._subclasses import Wrapper, loud
 
 
 def test_subclass_is_the_same_memory_without_its_history():
@@ -26,9 +25,9 @@ def test_all_else_stays(x):
 
 
 def test_what_holds_more_than_its_values_stays_and_is_refused():
-    wrapper = _Wrapper.around(torch.ones(3))
+    wrapper = Wrapper.around(torch.ones(3))
     assert plain_tensor(wrapper) is wrapper
-    with pytest.raises(UnsupportedTensorError, match="_Wrapper holds more than its values"):
+    with pytest.raises(UnsupportedTensorError, match="Wrapper holds more than its values"):
         check_tensor("call", plain_tensor(wrapper))
 
 

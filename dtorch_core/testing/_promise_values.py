@@ -16,9 +16,9 @@ from torch import Tensor
 from dtorch_core.errors import NoBackendError, ProtocolError, UnsupportedTensorError
 from dtorch_core.promise import GetTensorOp, TensorFuture, TensorPromise, make_promise
 from dtorch_core.testing._harness import Background, asleep, undeclared
+from dtorch_core.testing._layouts import LAYOUTS
 from dtorch_core.testing._promise_base import PromiseConformance
 from dtorch_core.testing._store_base import HUGE, coded, same
-from dtorch_core.testing._store_values import LAYOUTS
 from dtorch_core.testing._subclasses import loud
 
 SETS: dict[str, Callable[[TensorPromise], None]] = {

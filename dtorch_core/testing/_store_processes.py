@@ -15,8 +15,8 @@ from dtorch_core.errors import PeerLostError, RankFailedError
 from dtorch_core.launcher import RankContext
 from dtorch_core.store import TensorStore
 from dtorch_core.testing._harness import requires, run_ranks
+from dtorch_core.testing._layouts import DTYPES, LAYOUTS, moved, of_dtype
 from dtorch_core.testing._store_base import HUGE, StoreConformance, coded, same, take
-from dtorch_core.testing._store_values import DTYPES, LAYOUTS, moved, of_dtype
 
 LARGE = (300, 1000)
 

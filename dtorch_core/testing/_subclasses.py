@@ -32,3 +32,18 @@ def quiet(tensor: Tensor) -> Tensor:
     """The same memory as a plain tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
+
+
+class Wrapper(Tensor):
+    """A tensor that holds others, as a DTensor does: its own storage has no values."""
+
+    @classmethod
+    def around(cls, inner: Tensor) -> Tensor:
+        """A wrapper of ``inner``'s shape."""
+        made: Tensor = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.held = inner  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
+        raise NotImplementedError(f"{func} of a wrapper")

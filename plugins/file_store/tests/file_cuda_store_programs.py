@@ -11,8 +11,8 @@ from file_cuda_programs import GPU, LONG, SIZE, is_busy, own_stream, program
 
 from dtorch_core import UnsupportedOperationError
 from dtorch_core.testing._group_base import same as same_bits
+from dtorch_core.testing._layouts import DTYPES, LAYOUTS, moved, of_dtype
 from dtorch_core.testing._store_base import coded, same, take
-from dtorch_core.testing._store_values import DTYPES, LAYOUTS, moved, of_dtype
 
 
 def _consumers(store):

@@ -34,7 +34,7 @@ TEMPLATE = """
 import os, pickle, socket, sys
 import torch
 from dtorch_core import attach_promise, make_promise
-import dtorch_file_store.promise, dtorch_core.testing._store_values, dtorch_core.testing._promise_ending
+import dtorch_file_store.promise, dtorch_core.testing._layouts, dtorch_core.testing._promise_ending
 
 door = socket.socket(fileno=int(sys.argv[1]))
 while True:

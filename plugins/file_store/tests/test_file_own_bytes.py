@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtorch_core.testing._store_values import LAYOUTS
+from dtorch_core.testing._layouts import LAYOUTS
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))

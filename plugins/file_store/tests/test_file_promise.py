@@ -13,8 +13,8 @@ from dtorch_file_store.wire import INLINE_BYTES
 from dtorch_core import attach_promise, make_promise
 from dtorch_core.testing import PromiseTests
 from dtorch_core.testing._held import Held
+from dtorch_core.testing._layouts import DTYPES, LAYOUTS, of_dtype
 from dtorch_core.testing._store_base import coded, same
-from dtorch_core.testing._store_values import DTYPES, LAYOUTS, of_dtype
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
@@ -68,7 +68,7 @@ class TestValues(Clean):
         token, future = handed()
         worker.do(
             """
-            from dtorch_core.testing._store_values import LAYOUTS
+            from dtorch_core.testing._layouts import LAYOUTS
             attach_promise(token).set_result(LAYOUTS[layout]())
             """,
             token=token,
@@ -85,7 +85,7 @@ class TestValues(Clean):
         token, future = handed()
         worker.do(
             """
-            from dtorch_core.testing._store_values import of_dtype
+            from dtorch_core.testing._layouts import of_dtype
             attach_promise(token).set_result(of_dtype(dtype, "cpu"))
             """,
             token=token,
