@@ -27,6 +27,9 @@ from dtorch_core.testing import run_ranks
 LIMIT = 60.0
 GLOO_LIMIT = 20.0
 """The same for ranks that are threads, over Gloo."""
+GLOO_BRIEF = 4.0
+"""Of a group in which a call may stay begun for ever. When Gloo is collected it waits for the end of that, in any later
+test, and with the GIL."""
 
 
 _environment = Environment({})
