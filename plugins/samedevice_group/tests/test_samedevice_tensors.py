@@ -29,6 +29,32 @@ class TestTensors:
         with torch.autograd.set_multithreading_enabled(False):
             on_ranks(body)
 
+    @pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=["in a row", "stacked"])
+    @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+    def test_leaf_that_is_cut_into_one_piece_for_each_rank_is_written_in_place(self, grad, shape):
+        def body(pg, group):
+            ranks, given = (part(r, 4) for r in range(2)), part(pg.rank(), 4)
+            wanted = torch.cat(list(ranks)).view(shape)
+            calls = {"_allgather_base": [given], "allgather_into_tensor_coalesced": [given]}
+            if len(shape) == 1:
+                calls["alltoall_base"] = [given.repeat(2), [], []]
+
+            for name, others in calls.items():
+                for _ in range(2):
+                    leaf = torch.nn.Parameter(torch.zeros(shape))
+                    loss = (leaf**2).sum()
+                    whole, others_of = ([leaf], [others]) if "coalesced" in name else (leaf, others)
+                    with torch.set_grad_enabled(grad):
+                        getattr(pg, name)(whole, *others_of).wait()
+
+                    assert torch.equal(leaf.detach(), wanted), name
+                    assert leaf.is_leaf and leaf.requires_grad and leaf.grad_fn is None
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        loss.backward()
+
+        with torch.autograd.set_multithreading_enabled(False):
+            on_ranks(body)
+
     def test_tensors_made_in_inference_mode(self):
         """Some of them, in either role, whoever does the work; large ones too."""
 

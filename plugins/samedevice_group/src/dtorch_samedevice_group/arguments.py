@@ -66,7 +66,7 @@ def parts(what: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]
     if whole.dtype != part.dtype or whole.numel() != part.numel() * size:
         raise ValueError(f"the {what} is {shown(whole)}, and must hold {size} times {shown(part)}")
 
-    shape = tuple(part.shape)
+    shape, given, whole = tuple(part.shape), whole, _uncomputed(whole)
     if shape and shape[0] and tuple(whole.shape) == (size * shape[0], *shape[1:]):
         return list(whole.chunk(size))  # as split does, which takes a way through Python
 
@@ -74,7 +74,7 @@ def parts(what: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]
         return list(whole.unbind(0))
 
     if not whole.is_contiguous():
-        raise ValueError(f"the {what} is {shown(whole)}; to be cut into {shown(part)} it must be contiguous")
+        raise ValueError(f"the {what} is {shown(given)}; to be cut into {shown(part)} it must be contiguous")
 
     return list(whole.view(size, *shape).unbind(0))
 
@@ -110,12 +110,17 @@ def pieces(what: str, whole: Tensor, sizes: Sequence[int], size: int) -> Sequenc
         if length % size:
             raise ValueError(f"the {what} is {shown(whole)}: {length} is no multiple of {size} ranks")
 
-        return list(whole.split_with_sizes([length // size] * size))
+        return list(_uncomputed(whole).split_with_sizes([length // size] * size))
 
     if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
         raise ValueError(f"the {what} is {shown(whole)}, and can't be split in {list(sizes)} for {size} ranks")
 
-    return list(whole.split_with_sizes(list(sizes)))
+    return list(_uncomputed(whole).split_with_sizes(list(sizes)))
+
+
+def _uncomputed(whole: Tensor) -> Tensor:
+    """As :func:`plain`, before it is cut: pieces of a leaf would be computed, and the leaf not count as changed."""
+    return plain(whole) if whole.requires_grad else whole
 
 
 def shown(tensor: Tensor) -> str:
