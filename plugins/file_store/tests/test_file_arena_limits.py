@@ -50,6 +50,26 @@ class TestLimits:
         for size in (6, 9, 14, 3, 16, 5):
             arena.allocate(size * MIB).release()
 
+    def test_idle_segments_of_other_stores_make_room(self, arena, monkeypatch):
+        monkeypatch.setenv(VARIABLE, str(BUDGET.held + 16 * MIB))
+        other = Arena("store 'other'", lambda segment: None)
+        for size in (9, 14, 3, 16, 5):
+            other.allocate(size * MIB).release()
+            arena.allocate(size * MIB).release()
+
+        other.close()
+
+    def test_store_that_grows_is_left_alone(self, arena, monkeypatch):
+        """Two that are short of memory at once would wait for each other."""
+        monkeypatch.setenv(VARIABLE, str(BUDGET.held + 8 * MIB))
+        other = Arena("store 'other'", lambda segment: None)
+        other.allocate(6 * MIB).release()
+        with other._growing, pytest.raises(NoRoomError):
+            arena.allocate(6 * MIB)
+
+        arena.allocate(6 * MIB).release()
+        other.close()
+
     @pytest.mark.parametrize("text", ["4GB", "-1", "1e9", "²"])
     def test_variable_that_is_no_number_is_an_error(self, arena, monkeypatch, text):
         monkeypatch.setenv(VARIABLE, text)

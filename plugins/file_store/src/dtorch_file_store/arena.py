@@ -28,6 +28,10 @@ _LARGEST_GROWTH = 256 << 20
 """A new segment is as large as all before it together, up to this: few file descriptors, and no hoard."""
 
 
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+"""Those of this process."""
+
+
 class Block:
     """Some bytes of an arena's segment, held by whoever retained it; the arena uses them again at the last release."""
 
@@ -90,6 +94,7 @@ class Arena:
         self._segments: dict[int, Segment] = {}
         self._made = 0
         self._closed = False
+        _arenas.add(self)
 
     @property
     def segments(self) -> list[Segment]:
@@ -208,7 +213,7 @@ class Arena:
         try:
             return self._unused(max(least, _FIRST, min(self._held(), _LARGEST_GROWTH)))
         except NoRoomError:
-            self._trim()  # then it may be had, if it is no larger than needed
+            self._trim_all()  # then it may be had, if it is no larger than needed
 
         try:
             return self._unused(least)
@@ -246,6 +251,16 @@ class Arena:
                 if not segment.dry and self._extents.withdraw(segment.number, segment.size):
                     segment.drain()
 
+    def _trim_all(self) -> None:
+        """The other arenas of this process too: theirs is the same memory. One that is growing is left alone."""
+        self._trim()
+        for other in list(_arenas):
+            if other is not self and other._growing.acquire(blocking=False):
+                try:
+                    other._trim()
+                finally:
+                    other._growing.release()
+
     def _held(self) -> int:
         return sum(segment.size for segment in self._segments.values() if not segment.dry)
 
@@ -255,7 +270,8 @@ class Arena:
 
         return (
             f"{self._label}: no shared memory for {size_text(nbytes)}: {why}. Of the {size_text(self._held())} that "
-            f"it holds in this process, {size_text(free)} are free, {size_text(largest)} in one piece. Memory is used "
-            f"again when all consumers have finished: wait for them earlier, or publish less at a time; or free "
-            f"memory, or raise {VARIABLE} where it is set"
+            f"this store holds in this process, {size_text(free)} are free, {size_text(largest)} in one piece; of its "
+            f"other stores, what none of their tensors uses was given back. Memory is used again when all consumers "
+            f"have finished: wait for them earlier, or publish less at a time; or free memory, or raise {VARIABLE} "
+            f"where it is set"
         )
