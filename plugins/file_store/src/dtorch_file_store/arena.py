@@ -176,11 +176,9 @@ class Arena:
     def _release(self, block: Block) -> None:
         self._released.append(block)
         # If the mutex is taken, maybe by this very thread, the next one who takes it settles this.
-        if self._mutex.acquire(blocking=False):
-            try:
+        if not self._mutex.locked():
+            with self._mutex:  # and no acquire(): an interrupt after it would leave it locked
                 self._settle()
-            finally:
-                self._mutex.release()
 
     def _settle(self) -> None:
         """Take back what was released. The mutex is held."""

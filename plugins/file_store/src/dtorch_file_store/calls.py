@@ -17,6 +17,10 @@ LINE = "\n"
 """A note's first line says what the work is; the rest is data."""
 
 
+QUEUED = -1
+"""In a thread's place: the one that comes by next."""
+
+
 class Held(NamedTuple):
     """A rank's CUDA tensors, which the work reads and writes until it is done."""
 
@@ -88,8 +92,8 @@ class Call:
         """Each node's staging buffer: segment, place, bytes of a half."""
         self.parted: set[int] = set()
         """Nodes that have ended their part, and read nothing any more."""
-        self.running = False
-        """A thread is at it."""
+        self.running = 0
+        """The thread that is at it, by its number, or :data:`QUEUED`; 0 if none is."""
         self.broken: BaseException | None = None
         """Why another node can't do its part: this one does its own as far as it can without."""
         self.finished = False
@@ -110,7 +114,7 @@ class Call:
 
     def moves(self) -> bool:
         """There is nothing to look for: it is finished, or a thread is at it."""
-        return self.finished or self.running
+        return self.finished or self.running != 0
 
     @property
     def complete(self) -> bool:

@@ -120,8 +120,8 @@ class SessionDirectory:
 
         _open.discard(self)
         _remove_files(self.path, self._index)
-        os.close(self._lock)
-        self._lock = -1
+        lock, self._lock = self._lock, -1
+        os.close(lock)
         for index in dead:
             _remove_if_dead(self.path, index)
 
@@ -163,8 +163,8 @@ class SessionDirectory:
     def _forget(self) -> None:
         """In a forked child: the lock is the parent's, and has to end when it does."""
         if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+            lock, self._lock = self._lock, -1
+            os.close(lock)
 
 
 def sessions() -> list[SessionInfo]:

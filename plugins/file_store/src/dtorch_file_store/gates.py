@@ -37,6 +37,8 @@ class Gate:
         self._here: dict[int, set[int]] = {}
         self._gave_up: set[int] = set()
         """Those that have stood here, and stepped back, since it has last opened."""
+        self._opens = False
+        """Set while it opens. Who has the mutex and finds it so comes after an interrupt."""
         self._waiters: dict[int, Waiter] = {}
         node.handlers[f"{name} here"] = self._come
         node.handlers[f"{name} gone"] = self._leave
@@ -44,27 +46,26 @@ class Gate:
     def pass_through(self, rank: int, timeout: float) -> None:
         """Wait for every rank."""
         node, presence, deadline = self._node, self._presence, time.monotonic() + timeout
-        with node.mutex:
-            presence.check_open(rank)
-            if rank in self._waiters:
-                raise ProtocolError(f"{presence.me(rank)}: another thread of this rank is in {self.name}() already")
-
-            waiter = Waiter(rank)
-            here = self._here.setdefault(self.number, set())
-            here.add(rank)
-            self._gave_up.discard(rank)
-            if len(here) < presence.world_size or presence.all_said:  # those who died may stand here still
-                failure = self._why_shut(rank)
-                if failure is not None:
-                    here.discard(rank)
-                    raise failure()
-
-            node.tell_all(frame(f"{self.name} here", rank, self.number))
-            self._waiters[rank] = waiter
-            woken = self._moved()
-
-        node.after(woken)
+        waiter = Waiter(rank)
         try:
+            with node.mutex:
+                presence.check_open(rank)
+                if rank in self._waiters:
+                    raise ProtocolError(f"{presence.me(rank)}: another thread of this rank is in {self.name}() already")
+
+                here = self._here.setdefault(self.number, set())
+                if len(here | {rank}) < presence.world_size or presence.all_said:  # those who died may stand here still
+                    failure = self._why_shut(rank)
+                    if failure is not None:
+                        raise failure()
+
+                self._waiters[rank] = waiter
+                here.add(rank)
+                self._gave_up.discard(rank)
+                node.tell_all(frame(f"{self.name} here", rank, self.number))
+                woken = self._moved()
+
+            node.after(woken)
             passed = node.wait(waiter, deadline)
         except BaseException:
             self._withdraw(rank, waiter, timeout)
@@ -96,13 +97,18 @@ class Gate:
 
     def _withdraw(self, rank: int, waiter: Waiter, timeout: float) -> str:
         """Who was missing. If the gate has opened meanwhile, the waiter says so."""
+        woken: list[Waiter] = []
         with self._node.mutex:
+            if self._opens:
+                woken += self._node.on_torn(f"{self.name}() opened")
+                self._opens = False
+
             missing = [other for other in self._missing() if other not in self._gave_up]
             late = not_all_came(missing, self._gave_up, timeout)
             if not waiter.settled and self._waiters.get(rank) is waiter:
                 self._step_back(rank)
 
-        self._node.after()
+        self._node.after(woken)
         return late
 
     def _step_back(self, rank: int) -> None:
@@ -131,15 +137,17 @@ class Gate:
         woken: list[Waiter] = []
         # Own ranks that have not come back to a gate keep it shut: its number is the same for all of them.
         while len(self.standing()) == self._presence.world_size:
+            self._opens = True
             woken += self.on_opening()
             del self._here[self.number]
-            self._gave_up.clear()
             self.number += 1
-            for waiter in self._waiters.values():
+            through, self._waiters = self._waiters, {}
+            self._gave_up.clear()
+            for waiter in through.values():
                 waiter.done = True
                 woken.append(waiter)
 
-            self._waiters.clear()
+            self._opens = False
 
         return woken + list(self.on_coming())
 

@@ -274,7 +274,8 @@ class Gpu:
             here.own.close()
             here.imports.close()
 
-        for peer in self._peers.values():
+        for node in self._peers:
+            peer, self._peers[node] = self._peers[node], LOST  # who is interrupted comes again
             if isinstance(peer, PeerSignals):
                 peer.close()
             elif peer != LOST:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from threading import get_ident
 
 import torch
 
@@ -23,13 +24,13 @@ from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store import offers
 from dtorch_file_store.arena import Arena, Mapping
 from dtorch_file_store.call_ends import CallEnds
-from dtorch_file_store.calls import Call
+from dtorch_file_store.calls import QUEUED, Call
 from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.gpu_parts import GpuParts
 from dtorch_file_store.node import Node
 from dtorch_file_store.parts import Parts
 from dtorch_file_store.tickets import FileTicket
-from dtorch_file_store.waiting import Notice, Waiter
+from dtorch_file_store.waiting import Again, Notice, Waiter
 from dtorch_file_store.wire import Message, frame
 
 _inference = getattr(torch._C, "_InferenceMode", torch.inference_mode)
@@ -73,33 +74,41 @@ class Joint:
             brought = offers.own(offer)
             packed, body = offers.pack(brought) if node.links else ([], b"")
 
-        call = self._calls.get(key)
+        call: Call | None = self._calls.get(key)
         if call is not None and call.came == presence.world_size - 1:
             node.look()  # somebody may have given up before this rank came
 
         try:
-            with node.mutex:
-                call = self._call_for(key, rank)
-                call.offers[rank] = brought
-                call.came += 1
-                call.work = call.work or work
+            try:
+                with node.mutex:
+                    call = self._call_for(key, rank)
+                    call.offers[rank] = brought
+                    call.came += 1
+                    call.work = call.work or work
+                    if queue is not None:
+                        call.queue = call.queue or queue
+                        call.held[rank] = held
+
+                    if node.links:
+                        node.tell_all(frame("post", rank, key, *packed, body=body))
+
+                    runs = call.complete
+                    if runs:
+                        call.running = get_ident()
+            except DtorchError:
                 if queue is not None:
-                    call.queue = call.queue or queue
-                    call.held[rank] = held
+                    self.on_gpu.withdraw(held, queue)
 
-                if node.links:
-                    node.tell_all(frame("post", rank, key, *packed, body=body))
+                raise
 
-                runs = call.running = call.complete
-        except DtorchError:
-            if queue is not None:
-                self.on_gpu.withdraw(held, queue)
+            node.after()
+            if runs:
+                self._do(call)
+        except BaseException:
+            if call is not None:
+                self._interrupted(call, None)
 
             raise
-
-        node.after()
-        if runs:
-            node.do(partial(self._go_on, call))
 
         return FileTicket(self, call, rank, -1 if queue is None else offer.tensors[0].get_device())
 
@@ -127,39 +136,38 @@ class Joint:
         node, deadline = self._node, time.monotonic() + timeout
         node.look_first(call.moves, timeout)
         while not call.finished:
-            with node.mutex:
-                runs = self._may_go_on(call)
-                if runs:
-                    call.running = True
-                elif not call.finished:
-                    if not self._presence.complete or self.ends.retired is not None:
-                        raise_if(self.ends.hopeless(call, rank))
-
-                    waiter = Waiter(rank)
-                    call.waiters.append(waiter)
-
-            if runs:
-                node.do(partial(self._go_on, call))
-                continue
-
-            if call.finished:
-                break
-
+            waiter: Waiter | None = None
             try:
+                with node.mutex:
+                    woken = self._left(call) if call.running else []  # by an interrupt of this thread
+                    runs = self._may_go_on(call) or call.running == QUEUED
+                    if runs:
+                        call.running = get_ident()
+                    elif not call.finished:
+                        if not self._presence.complete or self.ends.retired is not None:
+                            raise_if(self.ends.hopeless(call, rank))
+
+                        waiter = Waiter(rank)
+                        call.waiters.append(waiter)
+
+                if runs:
+                    self._do(call)
+                    continue
+
+                if woken:
+                    node.after(woken)
+
+                if waiter is None:
+                    break
+
                 node.wait(waiter, deadline)
             except BaseException:  # Ctrl-C: the wait can be repeated, and meanwhile somebody else has to go on
-                with node.mutex:
-                    woken = list(self._moved(call)) if waiter.done else []
-                    if waiter in call.waiters:
-                        call.waiters.remove(waiter)
-
-                node.after(woken)
+                self._interrupted(call, waiter)
                 raise
 
             if waiter.done:
                 continue
 
-            woken = []
             with node.mutex:
                 if waiter.done:
                     continue
@@ -246,51 +254,98 @@ class Joint:
             return ()
 
         if call.waiters:
-            waiter = call.waiters.pop()
+            waiter = call.waiters[-1]
             waiter.done = True
+            del call.waiters[-1]
             return (waiter,)
 
-        call.running = True
-        self._node.jobs.append(partial(self._go_on, call))
+        call.running = QUEUED
+        self._node.jobs.append(Again(self._go_on, call, True))
         return ()
 
-    def _go_on(self, call: Call) -> None:
-        """Do this node's part, as far as it goes now; ``running`` was set by who calls this."""
-        while True:
-            error: BaseException | None = None
-            interrupt: BaseException | None = None
-            runs = False  # not asked of the call below: another thread may be at it by then
-            try:
-                with _inference(True):
-                    if call.steps is None:
-                        call.steps = self._parts.of(call)
+    def _do(self, call: Call) -> None:
+        """Go on; ``running`` is this thread already."""
+        if self._node.busy:
+            call.running = QUEUED
+            self._node.jobs.append(Again(self._go_on, call, True))
+        else:
+            self._node.do(partial(self._go_on, call))
 
-                    awaits = next(call.steps, None)
-            except BaseException as failure:  # reaches this node's ranks through their tickets
-                awaits, error = None, failure
-                if not isinstance(failure, Exception):  # Ctrl-C: the thread's alone, and the others are told of it
-                    what = interruption(self._node.own_ranks[0], call.key, failure)
-                    interrupt, error = failure, AbortedError(f"{self._presence.label}: {what}")
+    def _go_on(self, call: Call, queued: bool = False) -> None:
+        """Do this node's part, as far as it goes now; ``running`` is this thread, or it is queued."""
+        woken: list[Waiter] = []
+        runs = True
+        try:
+            if queued:
+                with self._node.mutex:
+                    if call.running != QUEUED:  # a thread that waits for it has come by first
+                        return
 
-                self._break(call, error)
-                let_go(error)
+                    call.running = get_ident()
 
+            while runs:
+                error: BaseException | None = None
+                interrupt: BaseException | None = None
+                try:
+                    with _inference(True):
+                        if call.steps is None:
+                            call.steps = self._parts.of(call)
+
+                        awaits = next(call.steps, None)
+                except BaseException as failure:  # reaches this node's ranks through their tickets
+                    awaits, error = None, failure
+                    if not isinstance(failure, Exception):  # Ctrl-C: the thread's alone, and the others are told of it
+                        what = interruption(self._node.own_ranks[0], call.key, failure)
+                        interrupt, error = failure, AbortedError(f"{self._presence.label}: {what}")
+
+                    self._break(call, error)
+                    let_go(error)
+
+                with self._node.mutex:
+                    runs = False  # and not asked of the call below: another thread may be at it by then
+                    if awaits is None:
+                        woken = self._end(call, error)
+                    elif call.broken is not None and call.halted(awaits):
+                        woken = self._end(call, call.broken)
+                    elif call.halted(awaits):
+                        call.awaits, call.running = awaits, 0
+                        woken = self.give_up()
+                    else:
+                        call.awaits, runs = awaits, True
+
+                self._node.after(woken)
+                if interrupt is not None:
+                    raise interrupt
+        except BaseException:  # Ctrl-C between those lines
             with self._node.mutex:
-                if awaits is None:
-                    woken = self._end(call, error)
-                elif call.broken is not None and call.halted(awaits):
-                    woken = self._end(call, call.broken)
-                else:
-                    call.awaits = awaits
-                    call.running = runs = not call.halted(awaits)
-                    woken = [] if runs else self.give_up()
+                woken = woken + self._left(call)
 
             self._node.after(woken)
-            if interrupt is not None:
-                raise interrupt
+            raise
 
-            if not runs:
-                return
+    def _interrupted(self, call: Call, waiter: Waiter | None) -> None:
+        """This thread neither waits for it nor works at it any more."""
+        with self._node.mutex:
+            woken = self._left(call)
+            if waiter is None or waiter.done:  # it was to go on
+                woken += self._moved(call)
+            elif waiter in call.waiters:
+                call.waiters.remove(waiter)
+
+        self._node.after(woken)
+
+    def _left(self, call: Call) -> list[Waiter]:
+        """If an interrupt has taken this thread out of its work at a call, that can't go well. Under the mutex."""
+        if call.running != get_ident() or call.finished:
+            return []
+
+        if call.steps is None:  # nothing is done yet
+            call.running = 0
+            return list(self._moved(call))
+
+        error = AbortedError(f"{self._presence.label}: rank {self._node.own_ranks[0]} was interrupted in {call.key}")
+        self._node.tell_all(frame("broken", call.key, type(error).__name__, str(error)))
+        return self._end(call, error)
 
     def _break(self, call: Call, error: BaseException) -> None:
         """This node can't do its part: those that wait for it learn why. What all find wrong they find themselves."""
@@ -307,22 +362,20 @@ class Joint:
         self._node.send()
 
     def _end(self, call: Call, error: BaseException | None) -> list[Waiter]:
-        """Under the mutex."""
-        call.finished, call.running = True, False
+        """Under the mutex. May be done again where it was interrupted: what says that it is over comes last."""
         call.error = call.error or error
         self._calls.pop(call.key, None)
         self._parts.ended(call)
         self._node.trash.append((call.offers, call.steps))
-        call.offers, call.steps = [], None
+        for waiter in call.waiters:
+            waiter.done = True
+
+        woken = call.waiters + call.notices  # after the threads: a callback may take its time
+        call.waiters, call.notices, call.offers, call.steps = [], [], [], None
+        call.finished, call.running = True, 0
         if call.dropped:
             self.on_gpu.abandon(call)
 
-        woken, call.waiters = call.waiters, []
-        for waiter in woken:
-            waiter.done = True
-
-        woken += call.notices  # after the threads: a callback may take its time
-        call.notices = []
         return woken
 
     # What other nodes say. Under the mutex.

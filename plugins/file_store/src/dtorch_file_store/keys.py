@@ -75,64 +75,82 @@ class Keys:
         """Set a key: tell everybody, and hand shares to the ranks that wait here.
 
         :param timeout: for the answer of another rank that seems to have the key.
+        :raises BaseException: Ctrl-C, also when the key is set already: see :meth:`holds`.
         """
-        node, table = self._node, self._table
+        node, table, adds = self._node, self._table, False
+        woken: list[Waiter] = []
         if node.links:  # a lower rank's older set, of a key that was freed since, would seem to come at the same time
             node.look()
 
-        while True:
-            with node.mutex:
-                self._presence.check_open(owner)
-                live = table.in_use(key)
-                if live is None:
-                    if self._overruled:
-                        self._overruled.pop((owner, key), None)
+        try:
+            while True:
+                with node.mutex:
+                    self._presence.check_open(owner)
+                    live = table.in_use(key)
+                    if live is None:
+                        if self._overruled:
+                            self._overruled.pop((owner, key), None)
 
-                    self._numbers[owner] = number = self._numbers[owner] + 1
-                    publication = self._publication((owner, number), key, get_count, value)
-                    publication.outlet = value if value.settles else None
-                    table.told(owner, number)
-                    table.add(publication)
-                    if node.links:
-                        what, freed = value.describe(), table.freed()
-                        node.tell_all(
-                            frame("set", table.epoch, owner, number, key, get_count, what, freed, body=value.body)
-                        )
+                        self._numbers[owner] = number = self._numbers[owner] + 1
+                        publication = self._publication((owner, number), key, get_count, value)
+                        publication.outlet = value if value.settles else None
+                        what, adds = value.describe() if node.links else None, True
+                        table.told(owner, number)
+                        table.add(publication)
+                        if node.links:
+                            said = table.epoch, owner, number, key, get_count, what, table.freed()
+                            node.tell_all(frame("set", *said, body=value.body))
 
-                    woken = self._shares.serve(publication)
-                    break
+                        adds = False
+                        woken = self._shares.serve(publication)
+                        break
 
-                if table.decides(live):
+                    if table.decides(live):
+                        raise KeyInUseError(self._refusals.in_use(owner, live))
+
+                    question = self._ask(live, owner)
+
+                # Its producer may have waited, and the news be on its way.
+                node.after()
+                if not node.wait(question, time.monotonic() + timeout):
+                    late = f" (no answer from it in {seconds(timeout)})"
+                    raise KeyInUseError(self._refusals.in_use(owner, live) + late)
+
+                raise_if(question.error)
+                if question.result:
                     raise KeyInUseError(self._refusals.in_use(owner, live))
 
-                question = self._ask(live, owner)
+            node.after(woken)
+        except BaseException:  # Ctrl-C: the key is set or it is not, unless that was half done
+            if adds:
+                with node.mutex:
+                    woken = list(node.on_torn(f"it set {key!r}"))
 
-            # Its producer may have waited, and the news be on its way.
-            node.after()
-            if not node.wait(question, time.monotonic() + timeout):
-                raise KeyInUseError(self._refusals.in_use(owner, live) + f" (no answer from it in {seconds(timeout)})")
+            node.after(woken)
+            raise
 
-            raise_if(question.error)
-            if question.result:
-                raise KeyInUseError(self._refusals.in_use(owner, live))
-
-        node.after(woken)
+    def holds(self, value: Value) -> bool:
+        """Somebody may still read it."""
+        with self._node.mutex:
+            return any(found.value is value for found in self._table)
 
     def get(self, rank: int, key: str, timeout: float) -> Publication:
         """Take a share of the key's next generation, waiting for it."""
         node, shares, deadline = self._node, self._shares, time.monotonic() + timeout
-        with node.mutex:
-            self._presence.check_open(rank)
-            for publication in self._table.of_key(key):
-                if shares.take(publication, rank):
-                    return publication
-
-            waiter = Waiter(rank)
-            raise_if(self._refusals.no_get(key, waiter))
-            shares.queue(key, waiter)
-
-        node.after()
+        waiter = Waiter(rank)
         try:
+            with node.mutex:
+                self._presence.check_open(rank)
+                for publication in self._table.of_key(key):
+                    if shares.take(publication, rank):
+                        waiter.result = publication
+                        waiter.done = True
+                        return publication
+
+                raise_if(self._refusals.no_get(key, waiter))
+                shares.queue(key, waiter)
+
+            node.after()
             node.look_first(lambda: waiter.settled, timeout)
             if not (waiter.done or node.wait(waiter, deadline)) and self._is_late(rank, key, waiter, timeout):
                 node.wait(waiter, time.monotonic() + ANSWER)
@@ -169,53 +187,67 @@ class Keys:
 
         :param mark: from :meth:`Value.mark`; a list is of plain values, and goes to the producer's process.
         """
-        with self._node.mutex:
-            publication = self._table.borrowed(rank, key)
-            if publication is None:
-                raise self._bad_finish(rank, key)
+        node, ends = self._node, False
+        woken: list[Waiter] = []
+        try:
+            with node.mutex:
+                publication = self._table.borrowed(rank, key)
+                if publication is None:
+                    raise self._bad_finish(rank, key)
 
-            if self._orphans:
-                self._orphans.discard((rank, key))
+                if self._orphans:
+                    self._orphans.discard((rank, key))
 
-            publication.granted.discard(rank)
-            publication.finished.add(rank)
-            woken: Iterable[Waiter] = ()
-            arbiter = self._table.arbiter(publication)
-            if arbiter == self._node.index:
-                woken = self._shares.given_back(publication, mark)
-            elif arbiter is not None:
-                self._table.tell(arbiter, "finish", publication, rank, mark if isinstance(mark, list) else None)
+                ends = True
+                publication.granted.discard(rank)
+                publication.finished.add(rank)
+                arbiter = self._table.arbiter(publication)
+                if arbiter == node.index:
+                    woken = self._shares.given_back(publication, mark)
+                elif arbiter is not None:
+                    self._table.tell(arbiter, "finish", publication, rank, mark if isinstance(mark, list) else None)
 
-        self._node.after(woken)
+                ends = False
+
+            node.after(woken)
+        except BaseException:  # Ctrl-C: it has finished or it has not, unless that was half done
+            if ends:
+                with node.mutex:
+                    woken = list(node.on_torn(f"it finished {key!r}"))
+
+            node.after(woken)
+            raise
 
     def wait(self, rank: int, key: str, timeout: float) -> Publication:
         """Wait until all have finished, then free the key: what it held, and the marks of its consumers."""
         node, deadline = self._node, time.monotonic() + timeout
-        with node.mutex:
-            self._presence.check_open(rank)
-            publication = next((found for found in self._table.of_key(key) if found.owner == rank), None)
-            if publication is None:
-                raise_if(self._overruled.pop((rank, key), None))
-                raise self._refusals.bad_wait(rank, key)
-
-            if len(publication.finished) == publication.get_count:
-                self._table.free(publication)
-                return publication
-
-            waiter = Waiter(rank)
-            raise_if(self._refusals.no_finish(publication, waiter))
-            publication.waiters.append(waiter)
-
+        waiter = publication = None
         try:
+            with node.mutex:
+                self._presence.check_open(rank)
+                publication = next((found for found in self._table.of_key(key) if found.owner == rank), None)
+                if publication is None:
+                    raise_if(self._overruled.pop((rank, key), None))
+                    raise self._refusals.bad_wait(rank, key)
+
+                if len(publication.finished) == publication.get_count:
+                    self._table.free(publication)
+                    return publication
+
+                waiter = Waiter(rank)
+                raise_if(self._refusals.no_finish(publication, waiter))
+                publication.waiters.append(waiter)
+
             node.look_first(lambda: waiter.settled, timeout)
             if not waiter.done:
                 node.wait(waiter, deadline)
         except BaseException:  # Ctrl-C: the wait can be repeated
             with node.mutex:
-                if waiter.done:
-                    self._table.add(publication)
-                else:
-                    publication.waiters.remove(waiter)
+                if publication is not None and waiter is not None:
+                    if waiter.done:
+                        self._table.add(publication)
+                    elif waiter in publication.waiters:
+                        publication.waiters.remove(waiter)
 
             raise
 

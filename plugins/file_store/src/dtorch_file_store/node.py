@@ -12,13 +12,14 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from dtorch_core._text import rank_list
 from dtorch_core.presence import Presence
 from dtorch_file_store.link import Link, ready
 from dtorch_file_store.processes import is_alive
 from dtorch_file_store.reading import Reading
-from dtorch_file_store.waiting import Notice, Waiter
+from dtorch_file_store.waiting import Again, Notice, Waiter
 from dtorch_file_store.watch import Watch
 from dtorch_file_store.wire import Message
 
@@ -30,6 +31,10 @@ LINGER = 1.0
 
 Handler = Callable[[int, Message], Iterable[Waiter]]
 """Takes a peer's number and a message, under the mutex; returns the waiters that it has settled."""
+
+
+def _nothing() -> None:
+    """No job."""
 
 
 class _Here(threading.local):
@@ -64,17 +69,21 @@ class Node:
         """Called under the mutex with a node that has nothing more to say."""
         self.on_dead: Callable[[int], None] = lambda node: None
         """Called when a node's process is wholly gone: later than its connection, if it did not say goodbye."""
+        self.on_torn: Callable[[str], Iterable[Waiter]] = lambda why: ()
+        """Called under the mutex when this node's state can't be trusted any more: the waiters that this settles."""
         self.on_end: Callable[[], None] = lambda: None
         """Called once, when all is closed and sent."""
         self.owes: Callable[[], None] | None = None
         """Tells what may wait until something is told anyway: called before that, once. Under the mutex."""
-        self._dirty: list[Link] = []
+        self._due = False
+        """Some link's messages are."""
         self._watch = Watch()
         self._reading = Reading(self.presence, self._hear, self._heard, self._watch.kick)
         self.gone: set[int] = set()
         """Nodes that have nothing more to say."""
         self.jobs: deque[Callable[[], None]] = deque()
         """Work that nobody waits for: whoever comes to the next :meth:`after` does it. It waits for no other rank."""
+        self._next_job = iter(self.jobs.popleft, None)
         self._here = _Here()
         self._killed: set[int] = set()
         """Those whose process ended without a goodbye."""
@@ -95,8 +104,9 @@ class Node:
 
         for link in self.links.values():
             early, link.early = link.early, []
+            woken: list[Waiter] = []
             with link.reading:
-                woken = self._handled(link, early)
+                self._handle(link, early, woken)
 
             self.after(woken)
 
@@ -137,31 +147,57 @@ class Node:
         if not link.lost:
             link.queue(frame, fd)
             if not lazily:
-                self._dirty.append(link)
+                link.due = self._due = True
 
     def send(self) -> None:
         """Send what is queued, and do nothing else: whoever holds a lock, or is at a piece of work, may call it."""
-        while self._dirty:
+        while self._due:
+            self._due = False
             try:
-                link = self._dirty.pop()
-            except IndexError:
-                break
+                for link in self.links.values():
+                    if link.due:
+                        self._send_to(link)
+            except BaseException:  # Ctrl-C: what is left leaves with what is sent next
+                self._due = True
+                raise
 
+    def _send_to(self, link: Link) -> None:
+        link.due = False
+        try:
             if not link.flush():
                 self._watch.await_room(link)
+        except BaseException:
+            link.due = True
+            raise
 
-    def after(self, woken: Iterable[Waiter] = ()) -> None:
+    def after(self, woken: Collection[Waiter] = ()) -> None:
         """Send what is queued, wake settled waiters, and do what jobs there are. Outside all locks."""
-        self.send()
-        self.trash.clear()  # before those wake who can see it
-        for waiter in woken:
-            if isinstance(waiter, Notice):
-                self.jobs.append(waiter.call)  # after the threads: a callback may take its time
-            else:
-                self._reading.wake(waiter)
+        try:
+            if self._due:
+                self.send()
+
+            self.trash.clear()  # before those wake who can see it
+            if woken:
+                self._wake(woken)
+        except BaseException:  # Ctrl-C: nobody else will wake them, and who is awake is not woken again
+            self._wake(woken)
+            self.send()
+            raise
 
         if self.jobs and not self._here.busy:
             self._work_off()
+
+    def _wake(self, woken: Iterable[Waiter]) -> None:
+        for waiter in woken:
+            if isinstance(waiter, Notice):
+                self.jobs.append(Again(waiter.call))  # after the threads: a callback may take its time
+            else:
+                self._reading.wake(waiter)
+
+    @property
+    def busy(self) -> bool:
+        """This thread is at a job: what is to be done now is done after that."""
+        return self._here.busy
 
     def do(self, job: Callable[[], None]) -> None:
         """Do a job now; if this thread is at one, after that. One inside the other would be as deep as there are calls,
@@ -180,12 +216,20 @@ class Node:
                 first()
 
             while self.jobs:
+                job = _nothing
                 try:
-                    job = self.jobs.popleft()
+                    for job in self._next_job:  # noqa: B007 - no call, after which an interrupt would lose it
+                        break
                 except IndexError:  # another thread took it
                     break
 
-                job()
+                try:
+                    job()
+                except BaseException:  # Ctrl-C: maybe before its first line
+                    if isinstance(job, Again):
+                        self.jobs.appendleft(job)
+
+                    raise
         finally:
             here.busy = False
 
@@ -256,33 +300,51 @@ class Node:
                 self._reading.looked()
                 break
 
-    def _take(self, link: Link) -> None:
-        with link.reading:
-            messages = link.receive()
-            woken = self._handled(link, messages) if messages else []
+    def _take(self, link: Link) -> bool | None:
+        """Handle some of what has come; false at the end of the stream, None if nothing has."""
+        woken: list[Waiter] = []
+        try:
+            with link.reading:
+                came = link.pull()
+                if link.unhandled:
+                    self._handle(link, link.messages(), woken)
+        except BaseException:  # Ctrl-C: what is here is handled all the same, and what was begun is lost
+            with link.reading:
+                self._handle(link, link.messages(), woken)
 
-        if messages:
             self.after(woken)
-        elif messages is None:
+            raise
+
+        if came:
+            self.after(woken)
+        elif came is False:
             self._lose(link.peer, "its process ended without a goodbye")
 
-    def _handled(self, link: Link, messages: Iterable[Message]) -> list[Waiter]:
-        """The waiters that the messages settle. The link's reading lock is held: they are handled in their order."""
-        woken: list[Waiter] = []
-        with self.mutex:
-            for message in messages:
-                woken += self.handlers[message.kind](link.peer, message)
+        return came
 
-        return woken
+    def _handle(self, link: Link, messages: Iterable[Message], woken: list[Waiter]) -> None:
+        """Handle messages, and add the waiters that they settle. The link's reading lock is held: so they are handled
+        in their order.
+        """
+        with self.mutex:
+            if link.handling is not None:
+                said = rank_list(self.ranks_at(link.peer))
+                woken += self.on_torn(f"it took in what {said} had said ({link.handling.kind})")
+                link.handling = None
+
+            for link.handling in messages:  # one is taken and noted without a call: see link.py
+                woken += self.handlers[link.handling.kind](link.peer, link.handling)
+                link.handling = None
+
+            link.unhandled = False
 
     # Death
 
     def _ended(self, node: int) -> None:
         link = self.links[node]
-        with link.reading:
-            woken = self._handled(link, link.last_words())
+        while self._take(link):
+            pass
 
-        self.after(woken)
         self._lose(node, "its process ended without a goodbye")
         self.on_dead(node)
 
@@ -323,7 +385,7 @@ class Node:
         self._reading.await_end(LINGER, busy=busy)
         deadline = time.monotonic() + LINGER
         for link in self.links.values():
-            while not link.flush(last=True) and time.monotonic() < deadline:
+            while not link.flush(patience=deadline - time.monotonic()) and time.monotonic() < deadline:
                 ready([link.socket.fileno()], deadline - time.monotonic(), select.POLLOUT)
 
             link.close()

@@ -74,27 +74,35 @@ class Reading:
 
     def wait(self, waiter: Waiter, deadline: float) -> bool:
         """Block until the waiter is settled; false at the deadline, which may be over already: then this only looks."""
+        me = threading.get_ident()
         while not (waiter.done or waiter.error is not None):
             left = deadline - time.monotonic()
-            with self._presence.mutex:
-                if waiter.settled:
-                    break
+            try:
+                with self._presence.mutex:
+                    if waiter.settled:
+                        break
 
-                drives = self._driver is None and self._thread is not None
+                    # A thread that comes here reads no more: if it is said to, a signal's handler has raised twice.
+                    drives = (self._driver is None or self._reader == me) and self._thread is not None
+                    if drives:
+                        self._reader = me
+                        self._driver = waiter
+                    elif left <= 0:
+                        return False
+                    else:
+                        waiter.prepare()
+                        self._followers.append(waiter)
+
                 if drives:
-                    self._driver = waiter
-                elif left <= 0:
-                    return False
+                    self._read(max(0.0, left))
                 else:
-                    waiter.prepare()
-                    self._followers.append(waiter)
+                    self._sleep(waiter, left)
+            except BaseException:  # Ctrl-C, anywhere between these lines: nobody may be thought to be at it
+                self._step_back(waiter)
+                raise
 
-            if drives:
-                self._read(max(0.0, left))
-                if left <= 0:
-                    return waiter.settled
-            else:
-                self._sleep(waiter, left)
+            if drives and left <= 0:
+                return waiter.settled
 
         return True
 
@@ -107,12 +115,12 @@ class Reading:
             return
 
         with self._presence.mutex:
-            let_go = waiter.signal() if waiter in self._followers and not waiter.signalled else None
+            if waiter in self._followers and not waiter.signalled:
+                waiter.signal()
+
             reads = self._driver is waiter
 
-        if let_go is not None:
-            let_go()
-        elif reads:
+        if reads:
             self._kick()
 
     def looked(self) -> None:
@@ -138,50 +146,53 @@ class Reading:
             self._thread.join(seconds)
 
     def _sleep(self, waiter: Waiter, seconds: float) -> None:
-        woken: bool | None = None  # not known
-        try:
-            woken = waiter.sleep(seconds)
-        finally:
-            with self._presence.mutex:
-                self._followers.remove(waiter)
-                late = waiter.signalled and woken is False
-                waiter.signalled = False
-                if woken is None:
-                    waiter.leave()
+        woken = waiter.sleep(seconds)
+        with self._presence.mutex:
+            self._followers.remove(waiter)
+            if waiter.signalled and not woken:
+                waiter.leave()
 
-            if late:
-                waiter.consume()
+            waiter.signalled = False
+
+    def _step_back(self, waiter: Waiter) -> None:
+        """A wait was interrupted: its thread neither reads nor sleeps any more."""
+        with self._presence.mutex:
+            if waiter in self._followers:
+                self._followers.remove(waiter)
+
+            waiter.leave()
+            waiter.signalled = False
+
+        self._stop_reading(waiter)  # it may have been about to read next
+        self._heard()
 
     def _read(self, seconds: float | None) -> None:
         """Hear once. Called by the driver, which then is it no more."""
-        self._reader = threading.get_ident()
+        driver = self._driver
         try:
             self._hear(seconds)
         finally:
-            self._stop_reading()
+            self._stop_reading(driver)
             self._heard()
 
-    def _stop_reading(self) -> None:
-        let_go: Callable[[], None] | None = None
+    def _stop_reading(self, driver: object) -> None:
+        """Who reads does it no more: let the next one know. May be done twice, where a signal's handler has raised."""
         with self._presence.mutex:
-            self._driver, self._reader = None, 0
             self._left = time.monotonic()
             self._stints += 1
-            if self._followers:
+            if self._driver is driver:
+                self._driver, self._reader = None, 0
+
+            if self._driver is None and self._followers:
                 heir = next((other for other in self._followers if not other.settled and not other.signalled), None)
                 if heir is not None:
-                    let_go = heir.signal()
+                    heir.signal()
 
-            unparks, self._parks = self._parks, False
-            closing = self._closing
+            if self._parks:
+                self._parked.set()
+                self._parks = False
 
-        if let_go is not None:
-            let_go()
-
-        if unparks:
-            self._parked.set()
-
-        if closing:
+        if self._closing and self._driver is None:
             self._quiet.set()
 
     def _read_for_nobody(self) -> None:
@@ -193,6 +204,7 @@ class Reading:
                 self._parks = parks = self._driver is not None and self._stints == stints
                 stints = self._stints
                 if reads:
+                    self._reader = threading.get_ident()
                     self._driver = self
 
             if reads:

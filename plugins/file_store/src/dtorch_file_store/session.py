@@ -53,8 +53,11 @@ class Session:
         self._mapping = threading.Lock()
         self._ending = False
         self._said_all: set[int] = set()
+        self._interrupted = False
+        """A rank's goodbye was."""
         self._timer: threading.Timer | None = None
         node.on_lost, node.on_gone, node.on_dead = self._end, self._node_gone, self.gpu.release
+        node.on_torn = self._torn
         for kind in ("segment", "goodbye", "died", "aborted", "ending"):
             node.handlers[kind] = getattr(self, f"_on_{kind}")
 
@@ -99,13 +102,32 @@ class Session:
     # Ends
 
     def close(self, rank: int) -> None:
-        """Say goodbye: waits that only this rank could satisfy end."""
+        """Say goodbye: waits that only this rank could satisfy end. Where that is interrupted, it can be done again."""
         if self.node.forked:
             return
 
+        try:
+            if not self._say_goodbye(rank):
+                return
+
+            if self._timer is not None and self._timer is not threading.current_thread():
+                self._timer.cancel()
+                self._timer.join(SETTLING)  # it holds what is let go here
+
+            self._bequeath(rank)
+            self.gpu.close()
+            self.node.close()
+            self.let_go()
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    def _say_goodbye(self, rank: int) -> bool:
+        """Whether everything is to be closed then: it was the last rank of this process."""
         with self.node.mutex:
             if rank in self.presence.closed:
-                return
+                again, self._interrupted = self._interrupted, False
+                return again and self.presence.closed.issuperset(self.node.own_ranks)
 
             estate, parts = self.keys.heirs.estate_of(), self.keys.heirs.parts_of(rank)
             self.node.tell_all(frame("goodbye", rank, parts, estate))
@@ -115,15 +137,7 @@ class Session:
             last = self.presence.closed.issuperset(self.node.own_ranks)
 
         self.node.after(woken)
-        if last:
-            if self._timer is not None and self._timer is not threading.current_thread():
-                self._timer.cancel()
-                self._timer.join(SETTLING)  # it holds what is let go here
-
-            self._bequeath(rank)
-            self.gpu.close()
-            self.node.close()
-            self.let_go()
+        return last
 
     def _bequeath(self, rank: int) -> None:
         """The last rank of this process has left. Messages on a device are given a moment to be copied out in; what
@@ -165,17 +179,24 @@ class Session:
 
         self.node.after(woken)
 
+    def _torn(self, what: str) -> list[Waiter]:
+        """A signal's handler has raised in the midst of a change to what this node knows, and what it had begun is
+        lost. Nothing that builds on it may go well, here or elsewhere."""
+        reason = f"rank {self.node.own_ranks[0]} was interrupted while {what}"
+        self.presence.abort(reason)
+        self.node.tell_all(frame("aborted", reason))
+        return self._end()
+
     def let_go(self) -> None:
         """Give back shared memory, and what peers have given; tensors that are still borrowed keep theirs."""
         self.arena.close()
         with self._mapping:
-            for found in self._segments.values():
+            while self._segments:
+                _, found = self._segments.popitem()
                 if isinstance(found, Mapping):
                     found.close()
                 elif found[0] != LOST:
                     os.close(found[0])
-
-            self._segments.clear()
 
     # Shared memory of peers
 

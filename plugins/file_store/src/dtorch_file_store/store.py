@@ -71,8 +71,10 @@ class FileTensorStore(TensorStore):
         try:
             session.keys.put(self.rank, key, get_count, value, self.timeout)
         except BaseException:
-            value.finished()
-            value.abandon(())
+            if not session.keys.holds(value):  # Ctrl-C may come when it is set already
+                value.finished()
+                value.abandon(())
+
             raise
 
         if value.settles:

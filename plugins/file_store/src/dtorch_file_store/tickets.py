@@ -40,7 +40,12 @@ class FileTicket(Ticket):
             self._joint.on_gpu.order_after(call, self._rank, stream if stream is not None else current(self._ordinal))
 
     def __del__(self) -> None:
-        if self._rank in self._call.held:
+        try:
+            held = self._rank in self._call.held
+        except AttributeError:  # Ctrl-C came before it was made
+            return
+
+        if held:
             self._joint.on_gpu.drop(self._call, self._rank)
 
     def notes(self) -> Sequence[str]:

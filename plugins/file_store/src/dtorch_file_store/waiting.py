@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from dtorch_core.presence import Wait
 
 log = logging.getLogger("dtorch")
+
+
+class Again(partial[None]):
+    """A job that may be begun twice: so it is kept where its first beginning was interrupted."""
 
 
 class Waiter(Wait):
@@ -38,35 +43,37 @@ class Waiter(Wait):
         assert self._lock is not None, "prepared"
         return self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX) if timeout > 0 else 0)
 
-    def consume(self) -> None:
-        """Take a wake-up that came while the thread gave up; it is on its way."""
-        assert self._lock is not None, "prepared"
-        self._lock.acquire()
-
-    def signal(self) -> Callable[[], None]:
-        """What lets the sleeping thread go on, to be called outside the mutex; once for each time that it sleeps. Under
-        the mutex."""
-        assert self._lock is not None, "prepared"
+    def signal(self) -> None:
+        """Let the sleeping thread go on; once for each time that it sleeps. Under the mutex: whoever is interrupted
+        between the mark and the deed would leave a thread that nobody wakes. It needs the GIL before it needs the
+        mutex, and the mutex is free by then."""
+        lock = self._lock
+        assert lock is not None, "prepared"
         self.signalled = True
-        return self._lock.release
+        lock.release()
 
     def leave(self) -> None:
-        """The thread was taken out of its sleep, as by Ctrl-C, and nobody can say whether it had been woken by then: a
-        wake-up that is under way is let go with what it wakes. Under the mutex."""
+        """The thread was taken out of its sleep, by its time or by Ctrl-C, and nobody can say whether it had been woken
+        by then: a wake-up that is under way is let go with what it wakes. Under the mutex."""
         self._lock = None
 
 
 class Notice(Waiter):
     """A callback in a waiter's place: it is called instead of woken."""
 
-    __slots__ = ("_callback",)
+    __slots__ = ("_callback", "_called")
 
     def __init__(self, rank: int, callback: Callable[[], None]) -> None:
         super().__init__(rank)
         self._callback = callback
+        self._called = False
 
     def call(self) -> None:
-        """Tell that there is an outcome; outside the mutex."""
+        """Tell that there is an outcome, once; outside the mutex."""
+        if self._called:
+            return
+
+        self._called = True
         try:
             self._callback()
         except Exception:  # of whoever asked for it: the waiters behind it have to be woken all the same

@@ -117,15 +117,15 @@ class Watch:
             elif fd == self._kick:
                 os.eventfd_read(self._kick)
             else:
-                with self._lock:
-                    node = self._processes.pop(fd, None)
-                    if node is None:
-                        continue
-
-                    self._epoll.unregister(fd)
-                    os.close(fd)
+                node = self._processes.get(fd)
+                if node is None:
+                    continue
 
                 yield Event(node, reads=False, room=False)
+                with self._lock:  # now that it was heard: where that is interrupted, it is told once more
+                    self._epoll.unregister(fd)
+                    del self._processes[fd]
+                    os.close(fd)
 
     def _poll(self, seconds: float | None) -> list[tuple[int, int]]:
         if seconds is None:
@@ -159,15 +159,15 @@ class Watch:
 
     def close(self) -> None:
         """Let go of all descriptors but those of the connections."""
-        for fd in self._processes:
+        while self._processes:
+            fd, _ = self._processes.popitem()
             os.close(fd)
 
-        self._processes.clear()
         self._epoll.close()
         with self._lock:
-            if self._kick >= 0:
-                os.close(self._kick)
-                self._kick = -1
+            kick, self._kick = self._kick, -1
+            if kick >= 0:
+                os.close(kick)
 
     def forget_fork(self) -> None:
         """In a forked child: another thread of the parent may have had the lock."""

@@ -77,34 +77,41 @@ class Reader:
     """Cuts a stream of bytes into messages."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-        """What has come of a message that is not complete."""
-        self._missing = 0
-        """Bytes without which it can't be."""
+        self._rest: Rest = NOTHING
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that ``data`` completes."""
-        if self._buffer:
-            self._buffer += data
-            self._missing -= len(data)
-            if self._missing > 0:
-                return []
-
-            data = bytes(self._buffer)
-            self._buffer.clear()
-
-        messages, at, end = [], 0, len(data)
-        while at < end:
-            start = stop = at + _HEAD
-            if start <= end:
-                stop += _length(data, at)[0]
-
-            if stop > end:
-                self._buffer += data[at:]
-                self._missing = stop - end
-                break
-
-            messages.append(_of(Message, marshal.loads(data[start:stop])))
-            at = stop
-
+        messages, self._rest = cut(self._rest, data)
         return messages
+
+
+Rest = tuple[tuple[bytes, ...], int]
+"""What has come of a message that is not complete, and the bytes without which it can't be."""
+
+NOTHING: Rest = (), 0
+
+
+def cut(rest: Rest, data: bytes) -> tuple[list[Message], Rest]:
+    """The messages that ``data`` completes, and what is left. Changes nothing: who is interrupted does it again."""
+    pieces, missing = rest
+    if pieces:
+        pieces, missing = (*pieces, data), missing - len(data)
+        if missing > 0:
+            return [], (pieces, missing)
+
+        data = b"".join(pieces)
+
+    messages: list[Message] = []
+    at, end = 0, len(data)
+    while at < end:
+        start = stop = at + _HEAD
+        if start <= end:
+            stop += _length(data, at)[0]
+
+        if stop > end:
+            return messages, ((data[at:],), stop - end)
+
+        messages.append(_of(Message, marshal.loads(data[start:stop])))
+        at = stop
+
+    return messages, NOTHING
