@@ -265,11 +265,12 @@ class Joint:
 
     def _do(self, call: Call) -> None:
         """Go on; ``running`` is this thread already."""
-        if self._node.busy:
+        node = self._node
+        if node.busy:
             call.running = QUEUED
-            self._node.jobs.append(Again(self._go_on, call, True))
+            node.jobs.append(Again(self._go_on, call, True))
         else:
-            self._node.do(partial(self._go_on, call))
+            node.do(partial(self._go_on, call))
 
     def _go_on(self, call: Call, queued: bool = False) -> None:
         """Do this node's part, as far as it goes now; ``running`` is this thread, or it is queued."""

@@ -156,19 +156,16 @@ class Node:
             try:
                 for link in self.links.values():
                     if link.due:
-                        self._send_to(link)
+                        link.due = False
+                        try:
+                            if not link.flush():
+                                self._watch.await_room(link)
+                        except BaseException:
+                            link.due = True
+                            raise
             except BaseException:  # Ctrl-C: what is left leaves with what is sent next
                 self._due = True
                 raise
-
-    def _send_to(self, link: Link) -> None:
-        link.due = False
-        try:
-            if not link.flush():
-                self._watch.await_room(link)
-        except BaseException:
-            link.due = True
-            raise
 
     def after(self, woken: Collection[Waiter] = ()) -> None:
         """Send what is queued, wake settled waiters, and do what jobs there are. Outside all locks."""
