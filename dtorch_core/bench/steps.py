@@ -58,7 +58,7 @@ STEPS = (
     (SLEEP, f"{_FILE}.watch:Watch._poll"),
     ("receive", f"{_FILE}.node:Node._take"),
     ("receive", f"{_FILE}.link:Link.receive"),
-    ("handle the message", f"{_FILE}.node:Node._handled"),
+    ("handle the message", f"{_FILE}.node:Node._handle"),
     ("handle the message", f"{_FILE}.offers:unpack"),
 )
 """Pairs of a step's name and a function, in the order of a table. Several functions may be one step."""
