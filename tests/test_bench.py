@@ -107,6 +107,16 @@ class TestRun:
             assert 0 < cell["subjects"][DTORCH]["fraction_of_limit"] < 20
             assert len(cell["subjects"][DTORCH]["rounds"]) == 2
 
+    def test_one_rank_copies(self, dtorch):
+        pytest.importorskip("dtorch_samedevice_group")
+        status, out, _ = dtorch(
+            "--only", "collectives", "--ranks", "1", "--ranks-as", "threads", "--no-gloo", "--rounds", "1",
+            "--sizes", "1KiB", "2KiB",
+        )  # fmt: skip
+        assert status == 0 and "\n1 rank " in out and "\n1 rank: time = " in out
+        for operation in OPERATIONS:
+            assert f"\n{operation} " in out
+
     def test_barrier_has_no_picture(self, dtorch, monkeypatch, tmp_path):
         pytest.importorskip("dtorch_samedevice_group")
         find = importlib.util.find_spec

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from dtorch_core._text import count
 from dtorch_core.bench.sizes import MIB, size
 from dtorch_core.bench.team import nothing
 
@@ -69,7 +70,7 @@ class Cell:
         return read + written.get(self.operation, 0)
 
     def __str__(self) -> str:
-        return ", ".join([self.operation, *([self.words] if self.nbytes else []), f"{self.ranks} ranks"])
+        return ", ".join([self.operation, *([self.words] if self.nbytes else []), count(self.ranks, "rank")])
 
     @property
     def words(self) -> str:

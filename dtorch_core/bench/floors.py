@@ -109,9 +109,14 @@ def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
-def _add(out: Tensor, first: Tensor, second: Tensor, *others: Tensor) -> None:
+def _add(out: Tensor, first: Tensor, *others: Tensor) -> None:
+    if not others:  # of one rank
+        out.copy_(first)
+        return
+
+    second, *more = others
     torch.add(first, second, out=out)
-    for other in others:
+    for other in more:
         out.add_(other)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from dtorch_core._text import count
 from dtorch_core.bench.cells import Cell
 from dtorch_core.bench.collectives import NO_BYTES
 from dtorch_core.bench.sizes import GIB, size
@@ -43,7 +44,7 @@ def plot(results: Mapping[Cell, Series], path: Path) -> None:
             one.set_yscale("log")
             sizes = [cell.nbytes for cell in cells]
             one.set_xticks(sizes, [size(nbytes) for nbytes in sizes], rotation=45, fontsize="small")
-            one.set_title(f"{operation}, {ranks} ranks")
+            one.set_title(f"{operation}, {count(ranks, 'rank')}")
             one.set_ylabel("GiB/s of a rank's input")
             one.grid(visible=True, alpha=0.3)
             one.legend(fontsize="x-small")

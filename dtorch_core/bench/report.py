@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from dtorch_core._text import count
 from dtorch_core.bench import collectives, exchange
 from dtorch_core.bench.cells import Cell
 from dtorch_core.bench.fit import Line, fit
@@ -101,7 +102,7 @@ def tables(measured: Measured) -> Iterator[Iterable[str]]:
     for ranks in dict.fromkeys(cell.ranks for cell in measured.collectives):
         results = {cell: series for cell, series in measured.collectives.items() if cell.ranks == ranks}
         rows = {(cell.operation, cell.words if cell.nbytes else "-"): each for cell, each in results.items()}
-        yield _table((f"{ranks} ranks", "size"), rows, collectives.limits)
+        yield _table((count(ranks, "rank"), "size"), rows, collectives.limits)
         if fitted := list(lines(results)):
             yield _lines_table(ranks, fitted)
 
@@ -144,7 +145,7 @@ def _exchange_table(title: str, results: Mapping[int, Series], limits: Limits) -
 
 
 def _lines_table(ranks: int, fitted: Sequence[Fitted]) -> Iterator[str]:
-    cells = [[f"{ranks} ranks: time = fixed cost + bytes / bandwidth", "subject", "fixed cost", "bandwidth"]]
+    cells = [[f"{count(ranks, 'rank')}: time = fixed cost + bytes / bandwidth", "subject", "fixed cost", "bandwidth"]]
     for one in fitted:
         speed = "-" if math.isinf(one.line.bandwidth) else f"{one.line.bandwidth / GIB:.2f} GiB/s"
         cells.append([one.operation, one.subject, f"{one.line.fixed * 1e6:.1f} us", speed])
