@@ -62,6 +62,90 @@ def test_what_an_overruled_rank_had_set_stays_while_others_read_it():
     on_ranks(body, 3)
 
 
+def test_rank_that_got_what_does_not_count_is_not_waited_for():
+    """Ranks 1 and 2 hear of rank 0's set only when rank 2 has got and finished what rank 1 had set."""
+    steps = {name: threading.Event() for name in ("deaf 1", "deaf 2", "set", "finished")}
+
+    def body(store):
+        store.barrier()
+        if store.rank == 0:
+            assert steps["deaf 1"].wait(LIMIT) and steps["deaf 2"].wait(LIMIT)
+            store.src_set("k", values(0), 1)
+            steps["set"].set()
+            with pytest.raises(KeyInUseError, match="rank 0 and rank 1 set it at the same time, and rank 2 got"):
+                store.src_wait_until_get_finished("k")
+        else:
+            link = store._session.node.links[0]
+            pull = link.pull
+            link.pull = lambda: pull() if steps["finished"].is_set() else None
+            steps[f"deaf {store.rank}"].set()
+            assert steps["set"].wait(LIMIT)
+            if store.rank == 1:
+                store.src_set("k", values(1), 1)
+                with pytest.raises(KeyInUseError, match="at the same time, and that of rank 0 counts"):
+                    store.src_wait_until_get_finished("k")
+            else:
+                assert store.dest_get("k").tolist() == values(1).tolist()
+                store.dest_finish_get("k")
+                steps["finished"].set()
+
+        store.barrier()
+        with pytest.raises(StoreTimeoutError):
+            store.dest_get("k", timeout=0.01)
+
+        with pytest.raises(ProtocolError):
+            store.dest_finish_get("k")
+
+        store.barrier()
+        if store.rank == 1:  # the key is free
+            store.src_set("k", values(7), 2)
+            store.src_wait_until_get_finished("k")
+        else:
+            assert store.dest_get("k").tolist() == values(7).tolist()
+            store.dest_finish_get("k")
+
+    on_ranks(body, 3)
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_ranks_that_set_a_key_at_once_are_told_and_nobody_hangs(consumers):
+    """A finish is of what was got, and each producer's wait ends: one at least with an error."""
+
+    def body(store):
+        ends = []
+        for number in range(100):
+            key = f"k{number}"
+            store.barrier()
+            if store.rank >= 2:
+                got = store.dest_get(key)
+                assert got.tolist() in (values(0).tolist(), values(1).tolist())
+                store.dest_finish_get(key)
+                store.barrier()
+                with pytest.raises(ProtocolError):
+                    store.dest_finish_get(key)
+
+                continue
+
+            ends.append("read")
+            try:
+                store.src_set(key, values(store.rank), consumers)
+            except KeyInUseError:
+                ends[-1] = "refused"
+
+            store.barrier()
+            if ends[-1] == "read":
+                try:
+                    store.src_wait_until_get_finished(key)
+                except KeyInUseError:
+                    ends[-1] = "refused"
+
+        return ends
+
+    zero, one, *_ = on_ranks(body, 2 + consumers)
+    for ends in zip(zero, one, strict=True):
+        assert "refused" in ends
+
+
 def test_key_that_was_freed_is_set_though_its_older_set_is_unread():
     """It has arrived, and this rank has handled nothing since."""
     freed, done = threading.Event(), threading.Event()

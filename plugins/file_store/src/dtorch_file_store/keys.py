@@ -14,11 +14,12 @@ from typing import Any
 
 from dtorch_core._text import seconds
 from dtorch_core.errors import KeyInUseError, StoreTimeoutError
-from dtorch_core.presence import Failure, raise_if, settle
+from dtorch_core.presence import raise_if, settle
 from dtorch_file_store.heirs import Heirs
 from dtorch_file_store.node import Handler, Node
 from dtorch_file_store.publications import Name, Publication, Table
 from dtorch_file_store.refusals import Late, Refusals
+from dtorch_file_store.rivals import Rivals
 from dtorch_file_store.shares import Shares
 from dtorch_file_store.values import Value
 from dtorch_file_store.waiting import Waiter
@@ -44,15 +45,11 @@ class Keys:
         self._table = Table(node)
         self._refusals = Refusals(node.presence, self._table, resetting)
         self._shares = Shares(node, self._table, self._refusals)
+        self._rivals = Rivals(node, self._table, self._refusals, self._shares, self._free)
         self.heirs = Heirs(node, self._table, self._shares)
         self._numbers = dict.fromkeys(node.own_ranks, 0)
         self._orphans: set[tuple[int, str]] = set()
         """Borrows (rank, key) that reset() has ended."""
-        self._overruled: dict[tuple[int, str], Failure] = {}
-        """What a rank (and key) that another rank's was set before is told when it waits."""
-        self._overruled_values: list[Value | None] = []
-        """What those had set. A rank that has a share of it may still read it, and nobody says when it has finished: it
-        is kept until a reset, which no borrow outlives, or the end."""
         self._questions: dict[Name, list[Waiter]] = {}
         """Who has asked whether a publication is live."""
         self._early: list[tuple[int, Message]] = []
@@ -63,6 +60,7 @@ class Keys:
             "live?": self._on_live_asked,
             "live": self._on_live,
             **self._shares.handlers,
+            **self._rivals.handlers,
         }
         for kind, handler in handlers.items():
             node.handlers[kind] = partial(self._handle, handler)
@@ -88,9 +86,7 @@ class Keys:
                     self._presence.check_open(owner)
                     live = table.in_use(key)
                     if live is None:
-                        if self._overruled:
-                            self._overruled.pop((owner, key), None)
-
+                        self._rivals.forget(owner, key)
                         self._numbers[owner] = number = self._numbers[owner] + 1
                         publication = self._publication((owner, number), key, get_count, value)
                         publication.outlet = value if value.settles else None
@@ -157,7 +153,7 @@ class Keys:
         except BaseException:  # Ctrl-C: a share that was just handed over is the rank's next time
             with node.mutex:
                 if waiter.done:
-                    shares.keep(waiter.result, rank)
+                    shares.keep(waiter.result, rank, handed=True)
                 else:
                     shares.leave(key, waiter)
 
@@ -176,7 +172,7 @@ class Keys:
     def keep(self, rank: int, publication: Publication) -> None:
         """The share that a rank has taken is still its own: the next get has it, and a finish gives it up."""
         with self._node.mutex:
-            self._shares.keep(publication, rank)
+            self._shares.keep(publication, rank, handed=True)
 
     def borrowed(self, rank: int, key: str) -> Publication | None:
         """What ``rank`` has borrowed under the key. Takes no mutex: nobody else ends this rank's borrows."""
@@ -227,11 +223,12 @@ class Keys:
                 self._presence.check_open(rank)
                 publication = next((found for found in self._table.of_key(key) if found.owner == rank), None)
                 if publication is None:
-                    raise_if(self._overruled.pop((rank, key), None))
+                    raise_if(self._rivals.told(rank, key))
                     raise self._refusals.bad_wait(rank, key)
 
                 if len(publication.finished) == publication.get_count:
                     self._table.free(publication)
+                    raise_if(publication.missed)
                     return publication
 
                 waiter = Waiter(rank)
@@ -258,6 +255,7 @@ class Keys:
                     raise_if(waiter.error)
                     raise StoreTimeoutError(self._refusals.late_finish(rank, publication, timeout))
 
+        raise_if(publication.missed)
         return publication
 
     def _publication(self, name: Name, key: str, get_count: int, value: Value) -> Publication:
@@ -321,7 +319,8 @@ class Keys:
                 woken += self._node.handlers[ahead.kind](other, ahead)
 
         for name in freed:  # now: whoever waits for the key has a share of this one, and need not be asked what else
-            woken += self._free(table.named(*name))
+            publication = table.named(*name)
+            woken += () if publication is None else self._free(publication)
 
         return woken
 
@@ -330,35 +329,25 @@ class Keys:
         woken: list[Waiter] = []
         own = self._table.own(key)
         if own is not None and self._table.decides(own):
-            # Two ranks set it at the same time. Every node decides alike: the lower rank's counts.
             if own.owner < owner:
                 return []
 
-            void = self._refusals.overruled(own, by=owner)
-            own.void = void
-            woken += settle(own.waiters, lambda _: void)
-            if not woken:
-                self._overruled[own.owner, key] = void
-            self._table.abandon(own)
-            self._overruled_values.append(own.value)
-            own.value = None
-            self._table.free(own)
+            woken += self._rivals.overrule(own, (owner, number))
 
         value = self._arrived(self._node.homes[owner], described, message.body)
         publication = self._publication((owner, number), key, get_count, value)
+        self._rivals.arrived(publication)
         self._table.add(publication)
         return woken + self._shares.serve(publication)
 
     def _on_free(self, peer: int, message: Message) -> Iterable[Waiter]:
         _, owner, number = message.fields
-        return self._free(self._table.named(owner, number))
+        publication = self._table.named(owner, number)
+        return () if publication is None else self._free(publication)
 
-    def _free(self, publication: Publication | None) -> Iterable[Waiter]:
-        if publication is None:
-            return ()
-
-        if publication.borrowers & self._table.own_ranks:
-            publication.refused.update(self._table.own_ranks)  # it was overruled, and nobody grants a share of it
+    def _free(self, publication: Publication) -> Iterable[Waiter]:
+        if publication.readers & self._table.own_ranks:
+            publication.refused.update(self._table.own_ranks)  # it does not count, and nobody grants a share of it
         else:
             self._table.forget(publication)
 
@@ -396,13 +385,11 @@ class Keys:
 
     def drop(self) -> list[object]:
         """Forget every key, of all ranks. What is returned holds tensors, to be let go outside the mutex."""
-        self._overruled.clear()
         self._ahead.clear()
         dropped = self._table.drop()
         own = self._table.own_ranks
         self._orphans.update((rank, found.key) for found in dropped for rank in found.borrowers & own)
-        values, self._overruled_values = self._overruled_values, []
-        return [*dropped, *values]
+        return [*dropped, *self._rivals.drop()]
 
     def after_drop(self) -> list[Waiter]:
         """Messages of the new epoch that came early."""

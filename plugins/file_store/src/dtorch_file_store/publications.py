@@ -31,8 +31,10 @@ class Publication:
         "finished",
         "get_count",
         "granted",
+        "handed",
         "key",
         "marks",
+        "missed",
         "name",
         "outlet",
         "owner",
@@ -70,16 +72,25 @@ class Publication:
         self.refused: set[int] = set()
         """Elsewhere: this node's ranks that were refused one."""
         self.granted: set[int] = set()
-        """This node's ranks that have got a share when nobody waited for it any more: their next get takes it."""
+        """This node's ranks that have a share and have not got it: their next get does."""
+        self.handed: set[int] = set()
+        """Those of them whose get was interrupted as it had it, so that a finish gives it up, too."""
         self.waiters: list[Waiter] = []
         """The producer's threads that wait for the end."""
         self.void: Failure | None = None
-        """Another rank has set the key at the same time."""
+        """Another rank has set the key at the same time, and that one counts."""
+        self.missed: Failure | None = None
+        """This one counts, and somebody has got the other one."""
 
     @property
     def borrowers(self) -> set[int]:
         """The ranks that have taken a share and not finished."""
         return self.takers - self.finished
+
+    @property
+    def readers(self) -> set[int]:
+        """Of this node's: those that have got it."""
+        return self.borrowers - self.granted
 
 
 class Table:
@@ -121,12 +132,17 @@ class Table:
         return None
 
     def borrowed(self, rank: int, key: str) -> Publication | None:
-        """What ``rank`` has borrowed under the key."""
+        """What ``rank`` has borrowed under the key: got and not finished. Else, what it would have got."""
+        handed = None
         for publication in tuple(self._live.get(key, ())):  # another thread may take an older one away
             if rank in publication.takers and rank not in publication.finished:
-                return publication
+                if rank not in publication.granted:
+                    return publication
 
-        return None
+                if rank in publication.handed:
+                    handed = handed or publication
+
+        return handed
 
     def is_told(self, owner: int, number: int) -> bool:
         """Its producer's node has told it to this one; it need not be here any more."""

@@ -125,6 +125,12 @@ class Refusals:
         text = f"{at}: rank {rank} and rank {by} set it at the same time, and that of rank {by} counts"
         return lambda: KeyInUseError(text)
 
+    def missed(self, publication: Publication, other: int, ranks: Collection[int]) -> Failure:
+        """Another rank has set the key too, and some have got that one."""
+        at, rank = self._presence.at(publication.key), publication.owner
+        text = f"{at}: rank {rank} and rank {other} set it at the same time, and {rank_list(ranks)} got that of {other}"
+        return lambda: KeyInUseError(text)
+
     def late_get(self, rank: int, key: str, timeout: float) -> str:
         """No share has come in time."""
         head = f"{self._presence.at(key)}: rank {rank} waited {seconds(timeout)} in dest_get, and "
@@ -163,7 +169,7 @@ class Refusals:
             f"{count(publication.get_count, 'consumer')}: {len(publication.finished)} finished"
         )
         if publication.borrowers:
-            head += f", {rank_list(publication.borrowers)} got it and did not finish"
+            head += f", {rank_list(publication.borrowers)} got a share and did not finish"
 
         left = publication.get_count - len(publication.takers)
         if left:

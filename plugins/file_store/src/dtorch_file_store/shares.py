@@ -81,6 +81,7 @@ class Shares:
 
         if rank in publication.granted:
             publication.granted.discard(rank)
+            publication.handed.discard(rank)
             return True
 
         if rank in publication.takers:
@@ -118,10 +119,15 @@ class Shares:
 
         return woken
 
-    def keep(self, publication: Publication, rank: int) -> None:
-        """A share that nobody waits for any more stays the rank's."""
+    def keep(self, publication: Publication, rank: int, *, handed: bool = False) -> None:
+        """A share that nobody waits for any more stays the rank's.
+
+        :param handed: its get had it, and was interrupted.
+        """
         if publication.value is not None and rank not in publication.finished:
             publication.granted.add(rank)
+            if handed:
+                publication.handed.add(rank)
 
     def given_back(self, publication: Publication, mark: Any) -> list[Waiter]:  # noqa: ANN401 - as Value.mark gives it
         """At the arbiter: somebody has finished. The last one lets the tensor go and wakes the producer."""
@@ -202,7 +208,7 @@ class Shares:
 
         key = publication.key
         publication.asked.discard(rank)
-        if not granted:
+        if not granted or rank in publication.finished:  # it was said meanwhile that the rank won't come
             publication.refused.add(rank)
             waiting = [waiter for waiter in self._getters.get(key, ()) if waiter.rank == rank]
             late = settle(waiting, self._refusals.timed_out(key))
