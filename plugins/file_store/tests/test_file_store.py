@@ -1,6 +1,7 @@
 """The file store: the contract of every store, and the memory that this one hands out."""
 
 import errno
+import gc
 import itertools
 import os
 import threading
@@ -126,6 +127,29 @@ class TestMemory:
             return int(got.sum()) is not None
 
         assert run_ranks(rank, 2, LIMIT) == [None, True]
+
+
+    def test_closed_handle_that_is_kept_holds_no_shared_memory(self):
+        """Nor does what it has published, and nobody has finished."""
+
+        def mapped():
+            gc.collect()
+            return Path("/proc/self/maps").read_text().count("memfd:dtorch")
+
+        def body(store):
+            if store.rank == 0:
+                store.src_set("k", values(0, 1 << 16), 1)
+                store.src_set("own", store.empty([1 << 16], dtype=torch.int64).fill_(3), 1)
+
+            store.barrier()
+            inside = mapped()
+            store.barrier()
+            store.close()
+            return store, inside
+
+        before = mapped()
+        kept = on_ranks(body, 2)
+        assert mapped() == before < kept[0][1]
 
 
 @pytest.mark.usefixtures("node_each")

@@ -381,6 +381,13 @@ class Keys:
         """What this node's ranks have published, and not all have finished. Under the mutex."""
         return [found.value for found in self._table if found.value is not None and found.owner in self._numbers]
 
+    def let_go(self) -> None:
+        """This node's ranks have left: what they have published lies in memory that others have mapped themselves. Of
+        what lies on a GPU that is said elsewhere."""
+        for found in self._table:
+            if found.owner in self._numbers and found.value is not None and not found.value.marks:
+                self._table.let_go(found)
+
     # Ends. Under the mutex; they return the waiters that they settle.
 
     def drop(self) -> list[object]:

@@ -189,6 +189,10 @@ class Session:
 
     def let_go(self) -> None:
         """Give back shared memory, and what peers have given; tensors that are still borrowed keep theirs."""
+        with self.node.mutex:
+            self.keys.let_go()
+
+        self.node.trash.clear()
         self.arena.close()
         with self._mapping:
             while self._segments:
