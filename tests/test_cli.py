@@ -71,3 +71,31 @@ class TestMain:
         )
         assert len(done.stdout.splitlines()) == 1
         assert done.stderr == ""
+
+    @pytest.mark.parametrize("command", ["plugins", "explain", "explain --json", "doctor", "bench"])
+    @pytest.mark.parametrize(
+        ("where", "said"),
+        [
+            ("/dev/full", "standard output can't be written: No space left on device"),
+            ("&-", "standard output is closed: there is nowhere to print to; > /dev/null is for seeing nothing"),
+        ],
+    )
+    def test_answer_that_can_not_be_written(self, site, command, where, said):
+        if command == "bench":
+            pytest.importorskip("dtorch_samedevice_group")
+            command += " --only collectives --ranks-as threads --operations barrier --ranks 2 --rounds 1 --no-gloo"
+
+        done = subprocess.run(
+            f"{sys.executable} -m dtorch_core {command} >{where}",
+            shell=True, env=site.environment, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (1, f"dtorch {command.split()[0]}: {said}\n")
+
+    def test_script_whose_output_is_closed_prints_nowhere(self, site, tmp_path):
+        (tmp_path / "script.py").write_text("print('hello')\nopen('done', 'w').close()\n")
+        command = f"{sys.executable} -m dtorch_core run --nproc 1 script.py >&-"
+        done = subprocess.run(
+            command, shell=True, env=site.environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (tmp_path / "done").exists()

@@ -170,5 +170,5 @@ def _text(
 
 
 def _progress(text: str) -> None:
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -11,9 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 import dtorch_core
-from dtorch_core.cli import bench, check, doctor, explain, plugins, run
+from dtorch_core.cli import _answers, bench, check, doctor, explain, plugins, run
 from dtorch_core.errors import DtorchError
 
 COMMANDS = (plugins, explain, doctor, check, run, bench)
@@ -27,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has said what is wrong, or helped
         return int(stop.code or 0)
 
-    out = sys.stdout
+    stdout = sys.stdout
     try:
+        out = _output(options, stdout)
         with contextlib.redirect_stdout(sys.stderr), _quiet_log():
             status: int = options.run(options, out)
 
@@ -38,13 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dtorch {options.command}: error: {error}", file=sys.stderr)
         return 2
     except DtorchError as error:
+        if isinstance(error, _answers.LostError):
+            _answers.give_up(stdout)
+
         print(f"dtorch {options.command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # as in `dtorch plugins | head -1`: whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        _answers.give_up(stdout)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _output(options: argparse.Namespace, stdout: TextIO | None) -> TextIO:
+    if options.run is not run.run:
+        return _answers.answer(stdout)
+
+    # A script's own output: as Python has it, what is printed goes nowhere where standard output is closed.
+    return stdout or open(os.devnull, "w", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
