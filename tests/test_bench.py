@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import select
 import subprocess
 import sys
 import types
@@ -35,10 +37,24 @@ class TestCommand:
             (["--sizes", "1MiB", "--max-bytes", "1KiB"], "no size is left: all are larger than 1 KiB"),
             (["--operations", "allreduce"], "no 'allreduce'. Did you mean 'all_reduce'? There are: all_reduce, "),
             (["--profile", "bcast"], "--profile: there is no 'bcast'. Did you mean 'broadcast'?"),
-            (["--plot", "x.png", "--only", "exchange"], "--plot is of the collectives"),
+            (["--plot", "x.png", "--only", "exchange"], "--plot is of collectives: not with --only exchange"),
+            (["--ranks", "2", "--only", "exchange"], "--ranks is of collectives and own-gpus: not with "),
+            (["--profile", "--plot", "x.png"], "--plot is not for --profile: it measures one operation of one size, "),
+            (["--profile", "--ranks", "3"], "--ranks is not for --profile"),
+            (["--profile", "--no-gloo"], "--no-gloo is not for --profile"),
+            (["--profile", "--operations", "all_reduce"], "--operations is not for --profile"),
+            (["--profile", "--only", "exchange"], "--only is not for --profile"),
+            (["--profile", "--max-bytes", "1GiB"], "--max-bytes is not for --profile"),
+            (["--profile", "--sizes", "1KiB", "2KiB"], "--profile measures one size: give --sizes one, not 2"),
+            (["--profile", "barrier", "--sizes", "1KiB"], "--sizes is not for --profile barrier: it moves no bytes"),
+            (["--plot", "x.svg"], "--plot writes a PNG: name it so, as in FILE.png, not 'x.svg'"),
+            (["--plot", "/no/such/folder/x.png"], "--plot: '/no/such/folder/x.png' can't be written: No such file"),
+            (["--json", "/"], "--json: '/' can't be written: Is a directory"),
+            (["--json", "/proc/x.json"], "--json: '/proc/x.json' can't be written: No such file or directory"),
+            (["--json", ""], "--json: '' can't be written: No such file or directory"),
             (["--only", "own-gpus"], "--only own-gpus needs --device cuda"),
             (["--device", "cuda:99"], "there is no cuda:99: torch sees "),
-            (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json can't be written"),
+            (["--json", "/no/such/folder/x.json"], "'/no/such/folder/x.json' can't be written: No such file"),
             (["--ranks", "none"], "must be a number of at least 1"),
         ],
     )
@@ -54,6 +70,27 @@ class TestCommand:
         status, out, err = dtorch("--plot", "x.png")
         assert (status, out) == (2, "")
         assert err == 'dtorch bench: error: --plot needs matplotlib: pip install "dtorch-core[bench]"\n'
+
+    def test_file_is_as_it_was_until_there_are_results(self, dtorch, tmp_path):
+        old, new, link = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "link.json"
+        old.write_text("of yesterday")
+        link.symlink_to(new)
+        for path in (old, new, link):
+            assert dtorch("--json", str(path), "--sizes", "much")[0] == 2
+
+        assert old.read_text() == "of yesterday" and not new.exists() and link.is_symlink()
+
+    def test_pipe_is_not_opened_and_closed_before(self, dtorch, tmp_path):
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        try:
+            assert dtorch("--json", str(path), "--sizes", "much")[0] == 2
+            assert poll.poll(0) == [], "its reader sees an end"
+        finally:
+            os.close(reader)
 
     def test_help_names_each_operation_and_size(self, dtorch):
         words = dtorch("--help")[1].replace(",", " ").replace("(", " ").split()
@@ -116,6 +153,25 @@ class TestRun:
         assert status == 0 and "\n1 rank " in out and "\n1 rank: time = " in out
         for operation in OPERATIONS:
             assert f"\n{operation} " in out
+
+    @pytest.mark.parametrize("arguments", [["--profile"], ["--only", "collectives", "--ranks", "2", "--no-gloo"]])
+    def test_what_was_measured_is_not_lost_with_a_file(self, dtorch, monkeypatch, arguments):
+        pytest.importorskip("dtorch_samedevice_group")
+        status, out, err = dtorch(
+            *arguments, "--ranks-as", "threads", "--rounds", "1", "--sizes", "1KiB", "--json", "/dev/full"
+        )  # fmt: skip
+        assert (status, err) == (1, "dtorch bench: /dev/full can't be written: No space left on device\n")
+        assert "all_reduce" in out
+
+    def test_what_was_measured_is_not_lost_with_standard_output(self, tmp_path):
+        pytest.importorskip("dtorch_samedevice_group")
+        command = (
+            f"{sys.executable} -m dtorch_core bench --only collectives --ranks-as threads --operations barrier "
+            f"--ranks 2 --rounds 1 --no-gloo --json x.json >/dev/full"
+        )
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and "standard output can't be written" in done.stderr
+        assert json.loads((tmp_path / "x.json").read_text())["collectives"]
 
     def test_barrier_has_no_picture(self, dtorch, monkeypatch, tmp_path):
         pytest.importorskip("dtorch_samedevice_group")

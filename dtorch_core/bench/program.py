@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -32,9 +33,10 @@ class Output:
     plot: Path | None = None
 
 
-def run(plan: Plan, tables: Sequence[str], output: Output, out: TextIO) -> None:
-    """Measure, and print.
+def run(plan: Plan, tables: Sequence[str], output: Output, out: TextIO) -> list[str]:
+    """Measure, and print. What is measured is not lost for want of a place to write it to: the others have it.
 
+    :return: which files could not be written, and why.
     :raises DtorchError: if nothing that is installed can serve these ranks.
     """
     threads = torch.get_num_threads()
@@ -52,17 +54,23 @@ def run(plan: Plan, tables: Sequence[str], output: Output, out: TextIO) -> None:
     if output.plot is not None and not drawn:
         plan.skipped.append(f"{output.plot}: no collective of tensors was measured")
 
-    _write(facts.facts(about, measured, fitted, found, plan.skipped), output, out)
-    if output.json != "-":
-        print("\n".join(_text(about, plan, measured, found)), file=out)
+    lost: list[str] = []
+    try:
+        if output.json != "-":
+            print("\n".join(_text(about, plan, measured, found)), file=out, flush=True)
+    finally:
+        _write(facts.facts(about, measured, fitted, found, plan.skipped), output, out, lost)
+        if output.plot is not None and drawn:
+            with _noted(output.plot, lost):
+                plot.plot(drawn, output.plot)
 
-    if output.plot is not None and drawn:
-        plot.plot(drawn, output.plot)
+    return lost
 
 
-def run_profile(plan: Plan, operation: str, output: Output, out: TextIO) -> None:
+def run_profile(plan: Plan, operation: str, output: Output, out: TextIO) -> list[str]:
     """Say where the time of one small collective goes, for ranks as threads and as processes.
 
+    :return: which files could not be written, and why.
     :raises DtorchError: if nothing that is installed can serve these ranks.
     """
     served = _served(plan, "group")
@@ -73,11 +81,15 @@ def run_profile(plan: Plan, operation: str, output: Output, out: TextIO) -> None
 
     _progress("")
     told = {"setting": report.setting(plan.device), "profiles": [each.to_dict() for each in found]}
-    _write(told, output, out)
-    if output.json != "-":
-        print("\n\n".join("\n".join(profile.text(each)) for each in found), file=out)
-        for line in plan.skipped:
-            print(f"skipped: {line}", file=out)
+    lost: list[str] = []
+    try:
+        if output.json != "-":
+            print("\n\n".join("\n".join(profile.text(each)) for each in found), file=out)
+            print("".join(f"skipped: {line}\n" for line in plan.skipped), end="", file=out, flush=True)
+    finally:
+        _write(told, output, out, lost)
+
+    return lost
 
 
 def _measured(plan: Plan, tables: Sequence[str]) -> report.Measured:
@@ -143,12 +155,21 @@ def _served(plan: Plan, kind: Kind) -> Plan:
     return replace(plan, ranks_as=ranks_as)
 
 
-def _write(told: Mapping[str, object], output: Output, out: TextIO) -> None:
+def _write(told: Mapping[str, object], output: Output, out: TextIO, lost: list[str]) -> None:
     text = json.dumps(told, indent=1)
     if output.json == "-":
         print(text, file=out)
     elif output.json is not None:
-        Path(output.json).write_text(f"{text}\n", encoding="utf-8")
+        with _noted(output.json, lost):
+            Path(output.json).write_text(f"{text}\n", encoding="utf-8")
+
+
+@contextmanager
+def _noted(path: str | Path, lost: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        lost.append(f"{path} can't be written: {error.strerror or error}")
 
 
 def _text(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from dtorch_core._text import did_you_mean
+from dtorch_core.cli._bench_options import check_file, check_meant
 from dtorch_core.cli.explain import _count, _device
 from dtorch_core.errors import PluginError
 
@@ -50,9 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Measure and print; the status is 0 whether goals hold or not."""
-    for path in (options.plot, options.json):
-        _check_folder(path)
+    """Measure and print; the status is 0 whether goals hold or not, and 1 where a file could not be written."""
+    check_meant(options)
+    check_file("--plot", options.plot)
+    check_file("--json", options.json)
 
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError('--plot needs matplotlib: pip install "dtorch-core[bench]"')
@@ -88,18 +90,16 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             sizes=_sizes(options),
         )
         output = program.Output(options.json, None if options.plot is None else Path(options.plot))
-        if options.plot is not None and (options.profile is not None or options.only not in (None, "collectives")):
-            raise argparse.ArgumentTypeError(
-                "--plot is of the collectives: not with --profile, nor with another --only"
-            )
-
         if options.profile is not None:
             (operation,) = _operations([options.profile], OPERATIONS, "--profile")
-            program.run_profile(plan, operation, output, out)
+            lost = program.run_profile(plan, operation, output, out)
         else:
-            program.run(plan, (options.only,) if options.only else program.TABLES, output, out)
+            lost = program.run(plan, (options.only,) if options.only else program.TABLES, output, out)
 
-    return 0
+    for line in lost:
+        print(f"dtorch bench: {line}", file=sys.stderr)
+
+    return 1 if lost else 0
 
 
 def _operations(names: Sequence[str], known: Sequence[str], option: str) -> Sequence[str]:
@@ -130,12 +130,3 @@ def _sizes(options: argparse.Namespace) -> Sequence[int]:
         raise argparse.ArgumentTypeError(f"no size is left: all are larger than {sizes.size(largest)}")
 
     return chosen
-
-
-def _check_folder(path: str | None) -> None:
-    """Before anything is measured: it would be lost.
-
-    :raises argparse.ArgumentTypeError: if the file can't be written there.
-    """
-    if path is not None and path != "-" and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} can't be written: its folder is not there, or not writable")
