@@ -32,7 +32,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (["--sizes", "12"], "a size is a multiple of 1 KiB, as in 1KiB, 64MiB or 1GiB, not '12'"),
+            (["--sizes", "12"], "a size is a multiple of 1 KiB: every rank has a whole share of it; '12' is not"),
+            (["--sizes", "1TB"], "a whole number of KiB, MiB, GiB or TiB, or of bytes (as in 64MiB), not '1TB'"),
             (["--max-bytes", "much"], "not 'much'"),
             (["--sizes", "1MiB", "--max-bytes", "1KiB"], "no size is left: all are larger than 1 KiB"),
             (["--operations", "allreduce"], "no 'allreduce'. Did you mean 'all_reduce'? There are: all_reduce, "),

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dtorch_core.bench import collectives, facts, goals, report
+from dtorch_core.bench import collectives, exchange, facts, goals, report
 from dtorch_core.bench.collectives import PROCESSES, Plan
 from dtorch_core.bench.floors import FLOOR, HAND_OFF
 from dtorch_core.bench.groups import DTORCH, THREADED
@@ -46,6 +46,20 @@ class TestReport:
         ours = next(line for line in second if DTORCH in line)
         assert ours.split()[-4:] == ["40.0", "us", "9.00", "GiB/s"]
         assert not any(HAND_OFF in line for line in second), "it has no bytes"
+
+    def test_line_without_a_bandwidth_is_explained(self, measured):
+        said = "bandwidth -: the larger sizes took no longer"
+        assert said not in list(report.tables(measured))[1]
+        small, large = list(measured.collectives)[:2]
+        flat = report.Measured({small: Series({DTORCH: [80e-6]}), large: Series({DTORCH: [60e-6]})})
+        *_, row, last = list(report.tables(flat))[1]
+        assert row.endswith(" us          -") and last == said
+
+    def test_size_of_its_own_is_in_the_name(self):
+        series = Series({exchange.PUBLISHED: [20e-6], exchange.PUBLISHED_SMALL: [10e-6]})
+        (table,) = report.tables(report.Measured(exchange={3 * KIB: series}))
+        names = [line.split("  ")[0] for line in list(table)[1:]]
+        assert names == ["src_set, processes", "src_set, processes, always 1 KiB"]
 
     def test_facts_are_json_with_each_round(self, measured):
         fitted = list(report.lines(measured.collectives))

@@ -12,7 +12,7 @@ from dtorch_core.bench import collectives, exchange, sizes
 from dtorch_core.bench.cells import OPERATIONS, Cell
 from dtorch_core.bench.collectives import Plan
 from dtorch_core.bench.fit import fit
-from dtorch_core.bench.sizes import GIB, KIB, MIB
+from dtorch_core.bench.sizes import GIB, KIB, MIB, TIB
 
 
 class TestFit:
@@ -54,7 +54,10 @@ class TestFit:
 class TestSizes:
     @pytest.mark.parametrize(
         ("text", "nbytes", "said"),
-        [("1KiB", KIB, "1 KiB"), ("64 mib", 64 * MIB, "64 MiB"), ("1GiB", GIB, "1 GiB"), ("1536", 1536, "1.5 KiB")],
+        [
+            ("1KiB", KIB, "1 KiB"), ("64 mib", 64 * MIB, "64 MiB"), ("1GiB", GIB, "1 GiB"), ("2tib", 2 * TIB, "2 TiB"),
+            ("1536", 1536, "1.5 KiB"),
+        ],  # fmt: skip
     )
     def test_size_is_read_and_said(self, text, nbytes, said):
         if nbytes % KIB:

@@ -31,7 +31,8 @@ CROWDED = f"{OF_THREADS}, {CROWD} waiting"
 OF_PROCESSES = f"{STEPS}, processes"
 OF_EMPTY = f"{OF_PROCESSES}, {EMPTY}"
 PUBLISHED, PUBLISHED_EMPTY = f"{PUBLISH}, processes", f"{PUBLISH}, processes, {EMPTY}"
-PUBLISHED_SMALL = f"{PUBLISH}, processes, 1 KiB"
+PUBLISHED_SMALL = f"{PUBLISH}, processes, always 1 KiB"
+"""Beside those of every size: what is compared to it is measured by turns with it."""
 QUEUE = "torch.multiprocessing"
 
 _BY_CREW = {

@@ -150,7 +150,9 @@ def _lines_table(ranks: int, fitted: Sequence[Fitted]) -> Iterator[str]:
         speed = "-" if math.isinf(one.line.bandwidth) else f"{one.line.bandwidth / GIB:.2f} GiB/s"
         cells.append([one.operation, one.subject, f"{one.line.fixed * 1e6:.1f} us", speed])
 
-    return grid(cells, 2)
+    yield from grid(cells, 2)
+    if any(math.isinf(one.line.bandwidth) for one in fitted):
+        yield "bandwidth -: the larger sizes took no longer"
 
 
 def goals_table(goals: Sequence[Goal]) -> Iterator[str]:

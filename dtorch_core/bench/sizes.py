@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 SIZES = (KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB, GIB)
 """What is measured where no sizes are asked for, up to the largest that is."""
@@ -16,14 +16,14 @@ QUICK = (KIB, MIB, 64 * MIB)
 LARGEST = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 """Where nobody says how large: larger ones take minutes."""
 
-_UNITS = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB}
+_UNITS = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
 _SPARE = 0.8
 """The part of the free memory that is used at most."""
 
 
 def size(nbytes: int) -> str:
     """``64 MiB``."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
 
@@ -35,10 +35,13 @@ def parse(text: str) -> int:
 
     :raises ValueError: if it is none of these, or no multiple of 1 KiB: every rank's share is to be whole.
     """
-    found = re.fullmatch(r"\s*(\d+)\s*([kmg]ib|)\s*", text.lower())
-    nbytes = int(found[1]) * _UNITS[found[2]] if found else 0
+    found = re.fullmatch(r"\s*(\d+)\s*([kmgt]ib|)\s*", text.lower(), re.ASCII)
+    if not found:
+        raise ValueError(f"a size is a whole number of KiB, MiB, GiB or TiB, or of bytes (as in 64MiB), not {text!r}")
+
+    nbytes = int(found[1]) * _UNITS[found[2]]
     if nbytes < KIB or nbytes % KIB:
-        raise ValueError(f"a size is a multiple of 1 KiB, as in 1KiB, 64MiB or 1GiB, not {text!r}")
+        raise ValueError(f"a size is a multiple of 1 KiB: every rank has a whole share of it; {text!r} is not")
 
     return nbytes
 

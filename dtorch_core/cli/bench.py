@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--sizes", nargs="+", metavar="SIZE", default=(),
-        help="of a rank's input, as in 1KiB 64MiB (1KiB 32KiB 1MiB 8MiB 64MiB 256MiB 1GiB, up to --max-bytes)",
+        help="of a rank's input, a multiple of 1KiB, as in 64MiB "
+        "(1KiB 32KiB 1MiB 8MiB 64MiB 256MiB 1GiB, up to --max-bytes)",
     )  # fmt: skip
     parser.add_argument("--max-bytes", metavar="SIZE", help="the largest size (64MiB; on a GPU 256MiB)")
     parser.add_argument("--rounds", type=_count, metavar="N", help=f"measurements of each subject ({_ROUNDS})")
