@@ -56,6 +56,7 @@ class TestCommand:
             (["--only", "own-gpus"], "--only own-gpus needs --device cuda"),
             (["--device", "cuda:99"], "there is no cuda:99: torch sees "),
             (["--json", "/no/such/folder/x.json"], "'/no/such/folder/x.json' can't be written: No such file"),
+            (["--ranks", "2", "100000"], "threads or processes of this machine, 128 at most, not 100000"),
             (["--ranks", "none"], "must be a number of at least 1"),
         ],
     )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from dtorch_core.bench import collectives, exchange, sizes
-from dtorch_core.bench.cells import OPERATIONS, Cell
+from dtorch_core.bench.cells import MOST_RANKS, OPERATIONS, Buffers, Cell
 from dtorch_core.bench.collectives import Plan
 from dtorch_core.bench.fit import fit
 from dtorch_core.bench.sizes import GIB, KIB, MIB, TIB
@@ -78,11 +82,30 @@ class TestSizes:
         assert collectives.measure(plan, lambda text: None) == {}
         assert plan.skipped == ["all_gather, 1 MiB, 2 ranks: needs 6 MiB of memory, and 100 KiB are free"]
 
+    def test_processes_that_have_no_room_are_skipped_with_a_line(self, monkeypatch):
+        monkeypatch.setattr(collectives, "room", lambda device: 3 * collectives.PROCESS)
+        monkeypatch.setattr(collectives, "group_crew", lambda ranks, device: SimpleNamespace(close=lambda: None))
+        plan = Plan(ranks_as=("processes",), ranks=(4,), operations=("barrier",))
+        assert collectives.measure(plan, lambda text: None) == {}
+        assert plan.skipped == [
+            "dtorch, processes, 4 ranks: the processes need about 640 MiB of memory, and 480 MiB are free",
+            "Gloo, 4 ranks: the processes need about 640 MiB of memory, and 480 MiB are free",
+        ]
+        with ExitStack() as stack:
+            collectives._World(plan, 2, stack)  # there is room for one of the two
+
+        assert plan.skipped[2:] == [
+            "Gloo, 2 ranks: the processes need about 320 MiB of memory, and 160 MiB are free",
+        ]
+
+    def test_sums_of_most_ranks_are_exact(self):
+        cell = Cell("all_reduce", 4 * KIB, MOST_RANKS, "cpu")
+        inputs = [Buffers.of(cell, rank).given for rank in range(MOST_RANKS)]
+        assert torch.equal(sum(inputs[1:], inputs[0]).double(), sum(each.double() for each in inputs))
+
     @pytest.mark.parametrize("operation", OPERATIONS)
     @pytest.mark.parametrize("ranks", [2, 3])
     def test_what_a_cell_holds_is_what_its_buffers_are(self, operation, ranks):
-        from dtorch_core.bench.cells import Buffers
-
         cell = Cell(operation, 0 if operation == "barrier" else KIB, ranks, "cpu")
         buffers = [Buffers.of(cell, rank) for rank in range(ranks)]
         assert cell.held == sum(each.given.nbytes + each.taken.nbytes for each in buffers)

@@ -20,6 +20,9 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broad
 CHECKED = 64 * MIB
 """The values of larger calls are not looked at, but those of one of this size: to check takes as much memory again."""
 
+MOST_RANKS = 128
+"""Sums of so many ranks' values are exact, so that they can be checked."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 
+from dtorch_core._text import count
 from dtorch_core.bench.cells import OPERATIONS, Buffers, Cell
 from dtorch_core.bench.crew import Crew, CrewSubject, RefusedError
 from dtorch_core.bench.floors import FLOOR, HAND_OFF, Floor, HandOff
@@ -23,6 +25,9 @@ _LIMITS = {DTORCH: HAND_OFF, THREADED: HAND_OFF, PROCESSES: SOCKET, GLOO: SOCKET
 
 LARGE = 64 * MIB
 """On a GPU, calls of as many bytes are measured twice: each waited for, and queued."""
+
+PROCESS = 160 * MIB
+"""What a process takes that has loaded torch, about, beside what it shares with others."""
 
 NO_BYTES = (HAND_OFF, SOCKET)
 """Subjects that take as long whatever the size: they have no bandwidth."""
@@ -66,6 +71,9 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> dict[Cell, Series]:
         with ExitStack() as stack:
             world = _World(plan, ranks, stack)
             for cell in plan.cells(ranks):
+                if world.is_empty:
+                    break
+
                 need, free = cell.held * world.copies, room(cell.device)
                 if need > free:
                     plan.skipped.append(f"{cell}: needs {size(need)} of memory, and {size(free)} are free")
@@ -89,18 +97,36 @@ class _World:
             self._groups.append(stack.enter_context(closing(Threaded(self._team))))
 
         self._crews: dict[str, Crew] = {}
+        self._room = room("cpu")
         if "processes" in plan.ranks_as:
-            self._crews[PROCESSES] = stack.enter_context(closing(group_crew(ranks, plan.device)))
+            self._start(stack, PROCESSES, partial(group_crew, ranks, plan.device))
 
         if plan.gloo:
-            self._crews[GLOO] = stack.enter_context(closing(gloo_crew(ranks)))
+            self._start(stack, GLOO, partial(gloo_crew, ranks))
 
         if plan.device != "cpu":
             why = why_no_nccl(ranks)
             if why is None:
-                self._crews[NCCL] = stack.enter_context(closing(nccl_crew(ranks)))
+                self._start(stack, NCCL, partial(nccl_crew, ranks))
             else:
-                plan.skipped.append(f"NCCL, {ranks} ranks: {why}")
+                plan.skipped.append(f"{NCCL}, {count(ranks, 'rank')}: {why}")
+
+    def _start(self, stack: ExitStack, name: str, crew: Callable[[], Crew]) -> None:
+        """Start processes if there is memory for them beside those that are there."""
+        ranks = self._team.size
+        need, free = ranks * PROCESS, self._room - len(self._crews) * ranks * PROCESS
+        if need > free:
+            self._skipped.append(
+                f"{name}, {count(ranks, 'rank')}: the processes need about {size(need)} of memory, and "
+                f"{size(max(0, free))} are free"
+            )
+        else:
+            self._crews[name] = stack.enter_context(closing(crew()))
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nobody to measure."""
+        return not self._groups and not self._crews
 
     @property
     def copies(self) -> int:

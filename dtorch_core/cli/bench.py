@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         from dtorch_core.bench import program
-        from dtorch_core.bench.cells import OPERATIONS
+        from dtorch_core.bench.cells import MOST_RANKS, OPERATIONS
         from dtorch_core.bench.collectives import Plan
 
         device = options.device
@@ -80,6 +80,11 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
         if options.only == "own-gpus" and device == "cpu":
             raise argparse.ArgumentTypeError("--only own-gpus needs --device cuda")
+
+        if max(options.ranks or (0,)) > MOST_RANKS:
+            raise argparse.ArgumentTypeError(
+                f"--ranks: all are threads or processes of this machine, {MOST_RANKS} at most, not {max(options.ranks)}"
+            )
 
         plan = Plan(
             device=device,
