@@ -21,10 +21,12 @@ class Interrupt:
         self.place = None
         """Where it was raised; None while it was not."""
         self._last = {}
+        # Kept: Python 3.11 was seen to call another object, which had come to lie where a method had been that was gone.
+        self._on_call, self._on_opcode = self._called, self._within
 
     def __enter__(self):
         self._before = sys.gettrace()
-        sys.settrace(self._called)
+        sys.settrace(self._on_call)
         return self
 
     def __exit__(self, *_):
@@ -39,7 +41,7 @@ class Interrupt:
         if frame.f_lasti <= _FIRST and frame.f_code.co_name != "__del__":
             self._come(frame)
 
-        return self._within
+        return self._on_opcode
 
     def _within(self, frame, event, arg):
         if event == "opcode":
@@ -54,7 +56,7 @@ class Interrupt:
             self._last.pop(frame, None)
             self._last[frame.f_back] = 0, None
 
-        return self._within
+        return self._on_opcode
 
     def _come(self, frame):
         self._left -= 1
