@@ -280,8 +280,9 @@ def test_call_that_halts_does_not_go_on_once_its_rank_was_interrupted(interrupt,
 
     def body(group):
         session = group.process_group._store._session
-        give_up = session.joint.give_up
-        session.joint.give_up = lambda: [*give_up(), *(halted.set() or ())]  # called where a part halts
+        progress = session.joint._progress
+        give_up = progress.give_up
+        progress.give_up = lambda: [*give_up(), *(halted.set() or ())]  # called where a part halts
         x = torch.ones(LARGE)
         with pytest.raises(interrupt):
             Background(lambda: halted.wait(LIMIT) and signalled())

@@ -84,8 +84,9 @@ def test_close_ends_a_call_that_is_under_way(how):
 
                 return
 
-            give_up = session.joint.give_up
-            session.joint.give_up = lambda: [*give_up(), *(halted.set() or ())]  # called where a part halts
+            progress = session.joint._progress
+            give_up = progress.give_up
+            progress.give_up = lambda: [*give_up(), *(halted.set() or ())]  # called where a part halts
             work = group.all_reduce(torch.ones(LARGE), async_op=True)
             waiting = Background(work.wait, "waits") if how == "waits" else None
             assert halted.wait(LIMIT)
@@ -124,7 +125,7 @@ def test_halted_part_goes_on_in_one_thread():
             node.after = after
             with node.mutex:
                 taken[0].running = False
-                woken = list(joint._moved(taken[0]))
+                woken = list(joint._progress.moved(taken[0]))
 
             node.after(woken)
             assert work.result()[-1].item() == 2

@@ -5,21 +5,19 @@ all that a collective costs. What is larger goes through staging buffers that st
 :mod:`dtorch_file_store.staging`: the nodes go from step to step together.
 
 The thread that waits for a call does this node's part. Where none waits, whoever reads the sockets does it, so that a
-call goes on while its rank computes.
+call goes on while its rank computes: see :mod:`dtorch_file_store.progress`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from threading import get_ident
 
 import torch
 
-from dtorch_core import AbortedError, CollectiveMismatchError, DtorchError, ProtocolError, StoreTimeoutError, errors
-from dtorch_core._text import describe_error, interruption, rank_list
-from dtorch_core.joint import Offer, Work, copy_of, let_go
+from dtorch_core import DtorchError, ProtocolError, StoreTimeoutError, errors
+from dtorch_core.joint import Offer, Work, copy_of
 from dtorch_core.presence import Failure, raise_if, settle
 from dtorch_file_store import offers
 from dtorch_file_store.arena import Arena, Mapping
@@ -29,15 +27,10 @@ from dtorch_file_store.gpu import Gpu
 from dtorch_file_store.gpu_parts import GpuParts
 from dtorch_file_store.node import Node
 from dtorch_file_store.parts import Parts
+from dtorch_file_store.progress import Progress
 from dtorch_file_store.tickets import FileTicket
-from dtorch_file_store.waiting import Again, Notice, Waiter
+from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.wire import Message, frame
-
-_inference = getattr(torch._C, "_InferenceMode", torch.inference_mode)
-"""Tensors made in inference mode can be written in it alone, others in it too; and it records no gradients. Without
-torch's wrapper, which costs as much as a small copy. A new one each time: a part that sends may do another call's part.
-"""
-
 
 _AGAIN = 0.01
 """Seconds that a wait whose time is over gives to work that is being done, at least, before it asks again."""
@@ -56,6 +49,7 @@ class Joint:
         self.ends = CallEnds(node)
         self.on_gpu = GpuParts(node, gpu)
         self._parts = Parts(node, arena, mapping, self.on_gpu, self._calls)
+        self._progress = Progress(node, self._parts, self.on_gpu, self._calls, self.give_up)
         for kind in ("post", "staged", "worked", "broken", "retired"):
             node.handlers[kind] = getattr(self, f"_on_{kind}")
 
@@ -103,10 +97,10 @@ class Joint:
 
             node.after()
             if runs:
-                self._do(call)
+                self._progress.do(call)
         except BaseException:
             if call is not None:
-                self._interrupted(call, None)
+                self._progress.interrupted(call, None)
 
             raise
 
@@ -139,8 +133,8 @@ class Joint:
             waiter: Waiter | None = None
             try:
                 with node.mutex:
-                    woken = self._left(call) if call.running else []  # by an interrupt of this thread
-                    runs = self._may_go_on(call) or call.running == QUEUED
+                    woken = self._progress.left(call) if call.running else []  # by an interrupt of this thread
+                    runs = self._progress.may_go_on(call) or call.running == QUEUED
                     if runs:
                         call.running = get_ident()
                     elif not call.finished:
@@ -151,7 +145,7 @@ class Joint:
                         call.waiters.append(waiter)
 
                 if runs:
-                    self._do(call)
+                    self._progress.do(call)
                     continue
 
                 if woken:
@@ -162,7 +156,7 @@ class Joint:
 
                 node.wait(waiter, deadline)
             except BaseException:  # Ctrl-C: the wait can be repeated, and meanwhile somebody else has to go on
-                self._interrupted(call, waiter)
+                self._progress.interrupted(call, waiter)
                 raise
 
             if waiter.done:
@@ -221,7 +215,7 @@ class Joint:
             call.notices = [notice for notice in call.notices if not notice.settled]
             failure = self._lost(call) if self._presence.all_said else None
             if failure is not None:  # what comes late finds nothing to go on with: the tensors are their owners' again
-                failed += self._end(call, failure())
+                failed += self._progress.end(call, failure())
 
         return failed
 
@@ -243,142 +237,6 @@ class Joint:
         text = f"{self._presence.me(rank)}, {what}: {late}"
         return lambda: StoreTimeoutError(text), self.give_up()
 
-    # The work
-
-    def _may_go_on(self, call: Call) -> bool:
-        return call.complete and not call.running and not call.finished and not call.halted(call.awaits)
-
-    def _moved(self, call: Call) -> Iterable[Waiter]:
-        """It may go on: wake a thread that waits for it, or have the one that reads do it. Under the mutex."""
-        if not self._may_go_on(call):
-            return ()
-
-        if call.waiters:
-            waiter = call.waiters[-1]
-            waiter.done = True
-            del call.waiters[-1]
-            return (waiter,)
-
-        call.running = QUEUED
-        self._node.jobs.append(Again(self._go_on, call, True))
-        return ()
-
-    def _do(self, call: Call) -> None:
-        """Go on; ``running`` is this thread already."""
-        node = self._node
-        if node.busy:
-            call.running = QUEUED
-            node.jobs.append(Again(self._go_on, call, True))
-        else:
-            node.do(partial(self._go_on, call))
-
-    def _go_on(self, call: Call, queued: bool = False) -> None:
-        """Do this node's part, as far as it goes now; ``running`` is this thread, or it is queued."""
-        woken: list[Waiter] = []
-        runs = True
-        try:
-            if queued:
-                with self._node.mutex:
-                    if call.running != QUEUED:  # a thread that waits for it has come by first
-                        return
-
-                    call.running = get_ident()
-
-            while runs:
-                error: BaseException | None = None
-                interrupt: BaseException | None = None
-                try:
-                    with _inference(True):
-                        if call.steps is None:
-                            call.steps = self._parts.of(call)
-
-                        awaits = next(call.steps, None)
-                except BaseException as failure:  # reaches this node's ranks through their tickets
-                    awaits, error = None, failure
-                    if not isinstance(failure, Exception):  # Ctrl-C: the thread's alone, and the others are told of it
-                        what = interruption(self._node.own_ranks[0], call.key, failure)
-                        interrupt, error = failure, AbortedError(f"{self._presence.label}: {what}")
-
-                    self._break(call, error)
-                    let_go(error)
-
-                with self._node.mutex:
-                    runs = False  # and not asked of the call below: another thread may be at it by then
-                    if awaits is None:
-                        woken = self._end(call, error)
-                    elif call.broken is not None and call.halted(awaits):
-                        woken = self._end(call, call.broken)
-                    elif call.halted(awaits):
-                        call.awaits, call.running = awaits, 0
-                        woken = self.give_up()
-                    else:
-                        call.awaits, runs = awaits, True
-
-                self._node.after(woken)
-                if interrupt is not None:
-                    raise interrupt
-        except BaseException:  # Ctrl-C between those lines
-            with self._node.mutex:
-                woken = woken + self._left(call)
-
-            self._node.after(woken)
-            raise
-
-    def _interrupted(self, call: Call, waiter: Waiter | None) -> None:
-        """This thread neither waits for it nor works at it any more."""
-        with self._node.mutex:
-            woken = self._left(call)
-            if waiter is None or waiter.done:  # it was to go on
-                woken += self._moved(call)
-            elif waiter in call.waiters:
-                call.waiters.remove(waiter)
-
-        self._node.after(woken)
-
-    def _left(self, call: Call) -> list[Waiter]:
-        """If an interrupt has taken this thread out of its work at a call, that can't go well. Under the mutex."""
-        if call.running != get_ident() or call.finished:
-            return []
-
-        if call.steps is None:  # nothing is done yet
-            call.running = 0
-            return list(self._moved(call))
-
-        error = AbortedError(f"{self._presence.label}: rank {self._node.own_ranks[0]} was interrupted in {call.key}")
-        self._node.tell_all(frame("broken", call.key, type(error).__name__, str(error)))
-        return self._end(call, error)
-
-    def _break(self, call: Call, error: BaseException) -> None:
-        """This node can't do its part: those that wait for it learn why. What all find wrong they find themselves."""
-        if isinstance(error, CollectiveMismatchError):
-            kind, text = type(error).__name__, str(error)
-        else:
-            kind = type(error).__name__ if isinstance(error, DtorchError) else DtorchError.__name__
-            ranks = rank_list(self._node.own_ranks)
-            text = f"{self._presence.label}, {call.key}: {ranks} could not do its part: {describe_error(error)}"
-
-        with self._node.mutex:
-            self._node.tell_all(frame("broken", call.key, kind, text))
-
-        self._node.send()
-
-    def _end(self, call: Call, error: BaseException | None) -> list[Waiter]:
-        """Under the mutex. May be done again where it was interrupted: what says that it is over comes last."""
-        call.error = call.error or error
-        self._calls.pop(call.key, None)
-        self._parts.ended(call)
-        self._node.trash.append((call.offers, call.steps))
-        for waiter in call.waiters:
-            waiter.done = True
-
-        woken = call.waiters + call.notices  # after the threads: a callback may take its time
-        call.waiters, call.notices, call.offers, call.steps = [], [], [], None
-        call.finished, call.running = True, 0
-        if call.dropped:
-            self.on_gpu.abandon(call)
-
-        return woken
-
     # What other nodes say. Under the mutex.
 
     def _on_post(self, peer: int, message: Message) -> Iterable[Waiter]:
@@ -389,7 +247,7 @@ class Joint:
 
         call.offers[rank] = offers.unpack(peer, packed, message.body)
         call.came += 1
-        return self._moved(call)
+        return self._progress.moved(call)
 
     def _on_staged(self, peer: int, message: Message) -> Iterable[Waiter]:
         key, number, *place = message.fields
@@ -401,7 +259,7 @@ class Joint:
         if place:
             call.halves[peer] = place[0], place[1], place[2]
 
-        return self._moved(call)
+        return self._progress.moved(call)
 
     def _on_worked(self, peer: int, message: Message) -> Iterable[Waiter]:
         key, mark = message.fields
@@ -411,7 +269,7 @@ class Joint:
 
         call.said[peer] = 0
         call.done = ((peer, mark),)
-        return self._moved(call)
+        return self._progress.moved(call)
 
     def _on_broken(self, peer: int, message: Message) -> Iterable[Waiter]:
         key, kind, text = message.fields
@@ -420,7 +278,7 @@ class Joint:
             return ()
 
         call.broken = getattr(errors, kind, DtorchError)(text)
-        return () if call.running else self._end(call, call.broken)  # who is at it gets as far as it can
+        return () if call.running else self._progress.end(call, call.broken)  # who is at it gets as far as it can
 
     def _on_retired(self, peer: int, message: Message) -> Iterable[Waiter]:
         (reason,) = message.fields
