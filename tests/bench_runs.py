@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 pytest.importorskip("torch")
@@ -9,6 +12,7 @@ pytest.importorskip("torch")
 from dtorch_core.bench import report
 from dtorch_core.bench.cells import Cell
 from dtorch_core.bench.collectives import PROCESSES
+from dtorch_core.bench.crew import answer
 from dtorch_core.bench.floors import FLOOR, HAND_OFF
 from dtorch_core.bench.groups import DTORCH, THREADED
 from dtorch_core.bench.peers import GLOO, NCCL
@@ -50,3 +54,20 @@ def inner(number):
         raise ValueError("below zero")
 
     return 2 * number
+
+
+INTERRUPT = 7
+
+
+def interrupted(rank, ranks, meeting, pipe):
+    """A process of a crew: its measurement of so many calls is that in which Ctrl-C reaches all processes."""
+
+    def timed(count):
+        if count == INTERRUPT:
+            os.kill(os.getpid(), signal.SIGINT)
+            if rank == 0:
+                os.kill(os.getppid(), signal.SIGINT)
+
+        return float(count)
+
+    answer(pipe, lambda: timed)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from dtorch_core._spawn.started_process import no_interrupt
 from dtorch_core._text import describe_error
+from dtorch_core.bench.interrupts import after_this
 from dtorch_core.bench.team import PATIENCE, pin
 from dtorch_core.errors import PeerLostError
 
@@ -37,13 +39,14 @@ class Crew:
         self._folder = tempfile.TemporaryDirectory()
         meeting = str(Path(self._folder.name) / "meeting")
         self._pipes, self._processes = [], []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(serve, rank, ranks, meeting, theirs, more), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        with after_this(), no_interrupt():  # a terminal sends it to all; we end them
+            for rank in range(ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_run, args=(serve, rank, ranks, meeting, theirs, more), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
 
     def ask(self, *question: object) -> list[float]:
         """Every rank's answer.
@@ -52,6 +55,16 @@ class Crew:
         :raises PeerLostError: if a rank's process has ended.
         :raises TimeoutError: if a rank says nothing.
         """
+        with after_this():
+            try:
+                return self._answers(question)
+            except KeyboardInterrupt:  # the second: ranks may wait for each other
+                for process in self._processes:
+                    process.terminate()
+
+                raise
+
+    def _answers(self, question: tuple[object, ...]) -> list[float]:
         for rank, pipe in enumerate(self._pipes):
             with self._living(rank):
                 pipe.send(question)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import dtorch_core
+from dtorch_core._spawn.started_process import no_interrupt
 from dtorch_core.bench.collectives import Plan
 from dtorch_core.bench.crew import Crew, CrewSubject
 from dtorch_core.bench.floors import HAND_OFF, HandOff
@@ -118,7 +119,9 @@ class Queues:
         self._there = context.SimpleQueue()
         self._back, theirs = context.Pipe(duplex=False)  # a queue would not tell that nobody is left to answer
         self._process = context.Process(target=_answer, args=(self._there, theirs), daemon=True)
-        self._process.start()
+        with no_interrupt():
+            self._process.start()
+
         theirs.close()
 
     def call(self, tensor: Tensor) -> None:

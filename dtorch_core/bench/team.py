@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from dtorch_core.bench.interrupts import after_this
+
 T = TypeVar("T")
 Job = tuple[Callable[[int], Any], Future[Any]]
 Call = Callable[[], object]
@@ -43,10 +45,11 @@ class Team:
     def run(self, job: Callable[[int], T]) -> list[T]:
         """``job(rank)`` on every rank at once; the results by rank."""
         futures: list[Future[T]] = [Future() for _ in self._queues]
-        for queue, future in zip(self._queues, futures, strict=True):
-            queue.put((job, future))
+        with after_this():
+            for queue, future in zip(self._queues, futures, strict=True):
+                queue.put((job, future))
 
-        return [future.result(PATIENCE) for future in futures]
+            return [future.result(PATIENCE) for future in futures]
 
     def time(self, calls: Sequence[Call], count: int, end: Call = nothing) -> float:
         """Seconds for one call of each rank's ``calls[rank]``, made ``count`` times in a row: the slowest rank's."""
