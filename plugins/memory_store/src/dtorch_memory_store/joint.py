@@ -17,143 +17,115 @@ import torch
 from dtorch_core import AbortedError, ProtocolError, StoreTimeoutError
 from dtorch_core._text import interruption, rank_list, seconds
 from dtorch_core.joint import Offer, Task, Ticket, Work, copy_of, let_go
-from dtorch_core.presence import Failure, Presence, raise_if, settle
+from dtorch_core.presence import Failure, Presence, raise_if
+from dtorch_memory_store.call import STARTER, Call
 from dtorch_memory_store.on_gpu import Queued, Ready
-from dtorch_memory_store.waiting import Notice, Waiter, wake
-
-LINE = "\n"
-"""A note's first line says what the work is; the rest is data."""
-
-
-class Call:
-    """One piece of joint work, shared by its ranks."""
-
-    __slots__ = (
-        "came",
-        "error",
-        "finished",
-        "key",
-        "next_task",
-        "notes",
-        "notices",
-        "offers",
-        "queued",
-        "ready",
-        "running",
-        "tasks",
-        "unfinished",
-        "waiters",
-    )
-
-    def __init__(self, key: str, world_size: int) -> None:
-        self.key = key
-        self.offers: list[Offer | None] = [None] * world_size
-        self.notes = [""] * world_size
-        self.ready: list[Ready] = []
-        """Of offers of CUDA tensors, as they come."""
-        self.came = 0
-        self.waiters: list[Waiter] = []
-        self.notices: list[Waiter] = []
-        """Told at the end only, while waiters are also woken to help."""
-        self.tasks: Sequence[Task] = ()
-        self.next_task = itertools.count()
-        self.unfinished = 0
-        self.running = False
-        self.finished = False
-        self.error: BaseException | None = None
-        self.queued: Queued | None = None
-        """Where it is queued, if it is work for a GPU."""
-
-    def missing(self) -> list[int]:
-        """The ranks that have not come."""
-        return [rank for rank, offer in enumerate(self.offers) if offer is None]
-
-    def what(self, rank: int) -> str:
-        """How messages to ``rank``, which has come, call it."""
-        offer = self.offers[rank]
-        return f"{self.key}, {offer.note.partition(LINE)[0]}" if offer is not None else self.key
+from dtorch_memory_store.waiting import Notice, Owed, Waiter, fail, wake, wake_all
 
 
 class Joint:
     """The joint work of one opening's ranks."""
 
-    def __init__(self, presence: Presence) -> None:
+    def __init__(self, presence: Presence, owed: Owed) -> None:
         self.presence = presence
+        self._owed = owed
         self._calls: dict[str, Call] = {}
+        """Those that not all have come to."""
+        self._due: dict[Call, None] = {}
+        """Those that all have come to, until they are finished, and everybody owed a wake-up."""
         self._retired: str | None = None
 
     def post(self, key: str, offer: Offer, work: Work, stream: torch.cuda.Stream | None) -> MemoryTicket:
         """Bring an offer; the last to come does the work. Never waits for another rank."""
         rank, presence = offer.rank, self.presence
         ready = Ready.of(offer, stream) if offer.tensors and offer.tensors[0].is_cuda else None
-        with presence.mutex:
-            if not presence.complete or self._retired is not None:
-                presence.check_open(rank)
-                raise_if(self.over(rank, key))
+        due: Call | None = None
+        try:
+            with presence.mutex:
+                if not presence.complete or self._retired is not None:
+                    presence.check_open(rank)
+                    raise_if(self.over(rank, key))
 
-            call = self._calls.get(key)
-            if call is None:
-                call = self._calls[key] = Call(key, presence.world_size)
+                call = self._calls.get(key)
+                if call is None:
+                    call = self._calls[key] = Call(key, presence.world_size)
 
-            if call.offers[rank] is not None:
-                raise ProtocolError(f"{presence.at(key)}: rank {rank} has brought its part already")
+                if call.offers[rank] is not None:
+                    raise ProtocolError(f"{presence.at(key)}: rank {rank} has brought its part already")
 
-            call.offers[rank] = offer
-            call.notes[rank] = offer.note
-            call.came += 1
-            if ready is not None:
-                call.ready.append(ready)
+                if ready is not None:
+                    call.ready.append(ready)
 
-            last = call.came == presence.world_size
-            if last:
-                del self._calls[key]
+                # One step, to a signal: it has come, and to the last one the call belongs.
+                call.offers[rank] = offer
+                call.notes[rank] = offer.note
+                call.came += 1
+                if call.came == presence.world_size:
+                    due = call
+                    self._due[call] = None
+                    del self._calls[key]
 
-        if last:
-            interrupt = self._start(call, rank, work, stream)
-            if interrupt is not None:
-                raise interrupt
+            if due is not None:
+                self._start(call, rank, work, stream)
 
-        return MemoryTicket(self, call, rank, None if ready is None else ready.device)
+            return MemoryTicket(self, call, rank, None if ready is None else ready.device)
+        except BaseException as error:  # Ctrl-C: the others wait for this thread
+            if due is not None:
+                if not due.finished:
+                    due.left = rank, error
+                    if due.running:
+                        due.inside[STARTER] = False
+
+                self.mend()
+                self._await_helpers(due, rank)
+
+            raise
 
     def wait_for(self, call: Call, rank: int, timeout: float) -> None:
         """Sleep until the call is finished, taking tasks where there are any."""
         deadline = time.monotonic() + timeout
-        helped = False
-        while not call.finished:
-            if call.running and not helped:
-                helped = True
-                interrupt = self._help(call, rank)
-                if interrupt is not None:
-                    raise interrupt
+        helper = STARTER  # until this thread helps
+        try:
+            while not call.finished:
+                with self.presence.mutex:
+                    if call.finished:
+                        break
 
-            with self.presence.mutex:
-                if call.finished:
-                    break
+                    helps = call.running and helper == STARTER
+                    if helps:
+                        helper = threading.get_ident()
+                        call.inside[helper] = True
+                    else:
+                        started = call.came == self.presence.world_size
+                        if not self.presence.complete or self._retired is not None:
+                            raise_if(self._hopeless(call, rank))
 
-                if call.running and not helped:
+                        waiter = Waiter(rank)
+                        call.waiters.append(waiter)
+
+                if helps:
+                    self._help(call, helper)
                     continue
 
-                started = call.came == self.presence.world_size
-                if not self.presence.complete or self._retired is not None:
-                    raise_if(self._hopeless(call, rank))
+                # Once all have come the work ends by itself; leaving it would leave this rank's tensors to its writes.
+                waiter.sleep(threading.TIMEOUT_MAX if started else deadline - time.monotonic())
+                if waiter.done:  # written before the thread was woken
+                    continue
 
-                waiter = Waiter(rank)
-                call.waiters.append(waiter)
+                with self.presence.mutex:
+                    if not waiter.settled:
+                        call.waiters.remove(waiter)
+                        if call.came < self.presence.world_size:
+                            waiter.error = self._retire(call, rank, timeout)
 
-            # Once all have come the work ends by itself; leaving it would leave this rank's tensors to its writes.
-            waiter.sleep(threading.TIMEOUT_MAX if started else deadline - time.monotonic())
-            if waiter.done:  # written before the thread was woken
-                continue
+                raise_if(waiter.error)
+        except BaseException as error:
+            if helper != STARTER and call.inside[helper]:  # Ctrl-C: the others wait for this thread
+                call.left = rank, error
+                call.inside[helper] = False
 
-            woken: list[Waiter] = []
-            with self.presence.mutex:
-                if not waiter.settled:
-                    call.waiters.remove(waiter)
-                    if call.came < self.presence.world_size:
-                        waiter.error, woken = self._retire(call, rank, timeout)
-
-            wake(woken)
-            raise_if(waiter.error)
+            self.mend()
+            raise
 
         if call.error is not None:
             raise copy_of(call.error)
@@ -170,7 +142,7 @@ class Joint:
         """Call back when it is done; at once if it is."""
         with self.presence.mutex:
             if not call.finished and self._hopeless(call, rank) is None:
-                call.notices.append(Notice(rank, callback, self.presence))
+                call.notices.append(Notice(rank, callback, self.presence, self._owed))
                 return
 
         callback()
@@ -184,17 +156,22 @@ class Joint:
 
         return failure
 
-    def give_up(self) -> list[Waiter]:
-        """Fail the waits that can't end well any more: the waiters to wake. Under the mutex."""
-        failed = []
+    def give_up(self) -> None:
+        """Fail the waits that can't end well any more. Under the mutex."""
         for call in self._calls.values():
             # Those asleep have a deadline of their own, also when another rank has given up at its.
-            failed += settle(call.waiters, lambda waiter, call=call: self._stuck(call, waiter.rank))  # type: ignore[misc]
+            fail(call.waiters, lambda waiter, call=call: self._stuck(call, waiter.rank), self._owed)  # type: ignore[misc]
             call.waiters = [waiter for waiter in call.waiters if not waiter.settled]
-            failed += settle(call.notices, lambda notice, call=call: self._hopeless(call, notice.rank))  # type: ignore[misc]
+            fail(call.notices, lambda notice, call=call: self._hopeless(call, notice.rank), self._owed)  # type: ignore[misc]
             call.notices = [notice for notice in call.notices if not notice.settled]
 
-        return failed
+    def mend(self) -> None:
+        """End what interrupted threads have left, and wake whom they had to."""
+        for call in list(self._due):
+            if call.finished or call.running or call.left is not None:
+                self._finish(call)
+
+        wake_all(self._owed)
 
     def _stuck(self, call: Call, rank: int) -> Failure | None:
         """Why those who have not come can't come any more."""
@@ -214,9 +191,8 @@ class Joint:
 
         return self._stuck(call, rank) or self.over(rank, call.what(rank))
 
-    def _start(self, call: Call, rank: int, work: Work, stream: torch.cuda.Stream | None) -> BaseException | None:
-        """Do the work, with the help of others. What has interrupted this thread meanwhile, and is its own to raise."""
-        interrupt: BaseException | None = None
+    def _start(self, call: Call, rank: int, work: Work, stream: torch.cuda.Stream | None) -> None:
+        """Do the work, with the help of others."""
         offers: list[Offer] = call.offers  # type: ignore[assignment]  # all have come
         tasks: Sequence[Task] = ()
         try:
@@ -228,70 +204,69 @@ class Joint:
                 if len(tasks) == 1:  # nothing to share: waking helpers would only cost
                     tasks[0]()
                     tasks = ()
-        except BaseException as error:  # reaches every rank, this one too, through its ticket
-            interrupt = self._failed(call, rank, error)
+        except Exception as error:  # reaches every rank, this one too, through its ticket
+            let_go(error)
+            call.error = error
             tasks = ()
 
         if not tasks:
             self._finish(call)
-            return interrupt
+            return
 
+        numbers = itertools.count()
         with self.presence.mutex:
-            call.tasks, call.unfinished, call.running = tasks, len(tasks), True
-            woken = _all_done(call)
+            # One step, to a signal.
+            call.tasks, call.next_task, call.inside = tasks, numbers, {STARTER: True}
+            call.running = True
+            woken = call.all_done(self._owed)
 
-        wake(woken)
-        interrupt = self._help(call, rank)
+        wake(woken, self._owed)
+        self._help(call, STARTER)
         self._await_helpers(call, rank)
-        return interrupt
 
-    def _help(self, call: Call, rank: int) -> BaseException | None:
-        """Take tasks while there are any. What has interrupted this thread meanwhile."""
-        interrupt: BaseException | None = None
-        done = 0
-        while (number := next(call.next_task)) < len(call.tasks):
-            try:
-                if call.error is None:
-                    call.tasks[number]()
-            except BaseException as error:
-                interrupt = self._failed(call, rank, error) or interrupt
-
-            done += 1
-
-        with self.presence.mutex:
-            call.unfinished -= done
-            over = done and not call.unfinished
-
-        if over:
-            self._finish(call)
-
-        return interrupt
-
-    def _failed(self, call: Call, rank: int, error: BaseException) -> BaseException | None:
-        """The work raised ``error`` in ``rank``'s thread. Returns it if it is this thread's alone, as of Ctrl-C: the
-        others are told of it."""
-        if isinstance(error, Exception):
+    def _help(self, call: Call, helper: int) -> None:
+        """Take tasks while there are any; the last thread to find none ends the call."""
+        try:
+            while call.left is None and call.error is None and (number := next(call.next_task)) < len(call.tasks):
+                call.tasks[number]()
+        except Exception as error:
             let_go(error)
             call.error = error
-            return None
 
-        what = interruption(rank, call.what(rank), error)
-        call.error = AbortedError(f"{self.presence.label}: {what}")
-        return error
+        call.inside[helper] = False
+        self._finish(call)
 
     def _finish(self, call: Call) -> None:
+        """End it, unless somebody is at it still."""
         with self.presence.mutex:
+            if call.inside and any(call.inside.values()):
+                return
+
+            if call.left is not None and not call.finished:
+                rank, error = call.left
+                call.error = AbortedError(f"{self.presence.label}: {interruption(rank, call.what(rank), error)}")
+                call.left = None  # its frames hold the tensors
+
             call.finished = True
             # Views and closures over every rank's tensors: let them go with the work, but not under the mutex.
             used = call.tasks, call.offers, call.ready
             call.tasks, call.offers, call.ready = (), [], []
-            woken = _all_done(call)
+            woken = call.all_done(self._owed)
             if call.notices:
-                woken += call.notices  # after the threads: a callback may take its time
+                # After the threads: a callback may take its time.
+                for notice in call.notices:
+                    self._owed[notice] = None
+
+                woken += call.notices
                 call.notices = []
 
+            try:
+                del self._due[call]
+            except KeyError:  # somebody else has mended it too
+                pass
+
         del used
-        wake(woken)
+        wake(woken, self._owed)
 
     def _await_helpers(self, call: Call, rank: int) -> None:
         """Until the other ranks have ended the task that each is at: the next work may write to the same tensors."""
@@ -302,29 +277,18 @@ class Joint:
             waiter = Waiter(rank)
             call.waiters.append(waiter)
 
-        try:
-            waiter.sleep(threading.TIMEOUT_MAX)
-        except BaseException:  # Ctrl-C: they are at its tensors
-            waiter.sleep(threading.TIMEOUT_MAX)
-            raise
+        waiter.sleep(threading.TIMEOUT_MAX)
 
-    def _retire(self, call: Call, rank: int, timeout: float) -> tuple[Failure, list[Waiter]]:
-        """A rank gives up: nothing can be begun any more. Its error, and whom to wake. Under the mutex."""
+    def _retire(self, call: Call, rank: int, timeout: float) -> Failure:
+        """A rank gives up: nothing can be begun any more. Its error; others are owed one too. Under the mutex."""
         what = call.what(rank)
         late = f"{rank_list(call.missing())} had not come after {seconds(timeout)}"
         if self._retired is None:
             self._retired = f"rank {rank} gave up on {what}: {late}"
 
+        self.give_up()
         text = f"{self.presence.me(rank)}, {what}: {late}"
-        return lambda: StoreTimeoutError(text), self.give_up()
-
-
-def _all_done(call: Call) -> list[Waiter]:
-    woken, call.waiters = call.waiters, []
-    for waiter in woken:
-        waiter.done = True
-
-    return woken
+        return lambda: StoreTimeoutError(text)
 
 
 class MemoryTicket(Ticket):

@@ -15,44 +15,17 @@ from torch import Tensor
 
 from dtorch_core._text import count, rank_list, seconds
 from dtorch_core.errors import AbortedError, KeyInUseError, ProtocolError, StoreTimeoutError
-from dtorch_core.presence import Failure, Presence, raise_if, settle
-from dtorch_memory_store.waiting import Waiter, wake
-
-
-class Publication:
-    """One generation of one key."""
-
-    __slots__ = ("events", "finished", "get_count", "owner", "ready", "takers", "tensor", "waiters")
-
-    def __init__(self, owner: int, tensor: Tensor, get_count: int, ready: torch.cuda.Event | None) -> None:
-        self.owner = owner
-        self.tensor: Tensor | None = tensor
-        self.get_count = get_count
-        self.ready = ready
-        self.takers: set[int] = set()
-        self.finished: set[int] = set()
-        self.events: list[torch.cuda.Event] = []
-        self.waiters: list[Waiter] = []
-
-    def take(self, rank: int) -> bool:
-        """Hand a share to ``rank`` if one is left and it has had none."""
-        if len(self.takers) == self.get_count or rank in self.takers:
-            return False
-
-        self.takers.add(rank)
-        return True
-
-    @property
-    def borrowers(self) -> set[int]:
-        """The ranks that have taken a share and not finished."""
-        return self.takers - self.finished
+from dtorch_core.presence import Failure, Presence, raise_if
+from dtorch_memory_store.publication import Publication
+from dtorch_memory_store.waiting import Owed, Waiter, fail, wake, wake_all
 
 
 class Keys:
     """The four steps. They take the mutex; the rest is called under it."""
 
-    def __init__(self, presence: Presence, resetting: Collection[int]) -> None:
+    def __init__(self, presence: Presence, resetting: Collection[int], owed: Owed) -> None:
         self._presence = presence
+        self._owed = owed
         self._resetting = resetting
         self._keys: dict[str, Publication] = {}
         self._getters: dict[str, list[Waiter]] = {}
@@ -62,47 +35,58 @@ class Keys:
 
     def put(self, key: str, publication: Publication) -> None:
         """Set a key and hand shares to the ranks that wait for it."""
-        with self._presence.mutex:
-            self._presence.check_open(publication.owner)
-            live = self._keys.get(key)
-            if live is not None:
-                raise KeyInUseError(
-                    f"{self._presence.at(key)}: rank {publication.owner} can't set it: it is live, set by rank "
-                    f"{live.owner}, which has to call src_wait_until_get_finished({key!r}) first"
-                )
+        try:
+            with self._presence.mutex:
+                self._presence.check_open(publication.owner)
+                live = self._keys.get(key)
+                if live is not None:
+                    raise KeyInUseError(
+                        f"{self._presence.at(key)}: rank {publication.owner} can't set it: it is live, set by rank "
+                        f"{live.owner}, which has to call src_wait_until_get_finished({key!r}) first"
+                    )
 
-            self._keys[key] = publication
-            woken = self._serve(key, publication) if key in self._getters else ()
+                self._keys[key] = publication
+                woken = self._serve(key, publication) if key in self._getters else ()
 
-        wake(woken)
+            wake(woken, self._owed)
+        except BaseException:  # Ctrl-C: it may be set
+            self.mend()
+            raise
 
     def get(self, rank: int, key: str, timeout: float) -> Publication:
         """Take a share of the key's next generation, waiting for it."""
         deadline = time.monotonic() + timeout
-        with self._presence.mutex:
-            self._presence.check_open(rank)
-            publication = self._keys.get(key)
-            if publication is not None and publication.take(rank):
-                return publication
-
-            waiter = Waiter(rank)
-            raise_if(self._why_no_get(key, waiter))
-            self._getters.setdefault(key, []).append(waiter)
-
+        taken: Publication | None = None
+        waiter: Waiter | None = None
         try:
+            with self._presence.mutex:
+                self._presence.check_open(rank)
+                publication = self._keys.get(key)
+                if publication is not None and publication.has_share_for(rank):
+                    publication.takers, taken = publication.takers | {rank}, publication
+                    return publication
+
+                waiter = Waiter(rank)
+                raise_if(self._why_no_get(key, waiter))
+                self._getters.setdefault(key, []).append(waiter)
+
             waiter.sleep(deadline - time.monotonic())
+            if not waiter.done:
+                self._end_get(rank, key, timeout, waiter)
+
+            handed: Publication = waiter.result
+            return handed
         except BaseException:  # Ctrl-C: give back what may just have been handed over
             with self._presence.mutex:
-                woken = self._untake(key, waiter)
+                if waiter is not None:
+                    self._drop_getter(key, waiter)
+                    taken = waiter.result
 
-            wake(woken)
+                if taken is not None and self._keys.get(key) is taken:
+                    taken.takers = taken.takers - {rank}
+
+            self.mend()
             raise
-
-        if not waiter.done:
-            self._end_get(rank, key, timeout, waiter)
-
-        handed: Publication = waiter.result
-        return handed
 
     def _end_get(self, rank: int, key: str, timeout: float, waiter: Waiter) -> None:
         """A wait that was woken without a share: return if one came at the last moment, else raise why not."""
@@ -123,68 +107,73 @@ class Keys:
         """End a borrow; the last one lets the tensor go and wakes the producer."""
         woken: list[Waiter] = []
         dropped: Tensor | None = None  # freed on return: not under the mutex
-        with self._presence.mutex:
-            publication = self._keys.get(key)
-            if publication is None or rank not in publication.takers or rank in publication.finished:
-                raise self._bad_finish(rank, key, publication)
+        try:
+            with self._presence.mutex:
+                publication = self._keys.get(key)
+                if publication is None or rank not in publication.takers or rank in publication.finished:
+                    raise self._bad_finish(rank, key, publication)
 
-            publication.finished.add(rank)
-            if event is not None:
-                publication.events.append(event)
+                if event is not None:
+                    publication.events.append(event)
 
-            if self._orphans:
-                self._orphans.discard((rank, key))
+                if self._orphans:
+                    self._orphans.discard((rank, key))
 
-            if len(publication.finished) == publication.get_count:
-                dropped, publication.tensor = publication.tensor, None
-                woken = [waiter for waiter in publication.waiters if not waiter.settled]
-                if woken or publication.owner in self._presence.closed:
-                    # Its producer waits already, so that the thread it wakes has nothing left to do, or never will.
-                    del self._keys[key]
-                    for waiter in woken:
-                        waiter.done = True
+                publication.finished.add(rank)
+                if len(publication.finished) == publication.get_count:
+                    dropped, publication.tensor = publication.tensor, None
+                    woken = self._all_finished(key, publication)
 
-        wake(woken)
+            wake(woken, self._owed)
+        except BaseException:  # Ctrl-C: it may be finished
+            self.mend()
+            raise
+
         del dropped
 
     def wait(self, rank: int, key: str, timeout: float) -> Publication:
         """Wait until all have finished, then free the key: what it held, and the events of its consumers."""
         deadline = time.monotonic() + timeout
-        with self._presence.mutex:
-            self._presence.check_open(rank)
-            publication = self._keys.get(key)
-            if publication is None or publication.owner != rank:
-                raise self._bad_wait(rank, key, publication)
+        publication: Publication | None = None
+        waiter: Waiter | None = None
+        freed = False
+        try:
+            with self._presence.mutex:
+                self._presence.check_open(rank)
+                publication = self._keys.get(key)
+                if publication is None or publication.owner != rank:
+                    raise self._bad_wait(rank, key, publication)
 
-            if len(publication.finished) == publication.get_count:
-                del self._keys[key]
+                if len(publication.finished) == publication.get_count:
+                    freed = True
+                    del self._keys[key]
+                    return publication
+
+                waiter = Waiter(rank)
+                raise_if(self._why_no_finish(key, publication, waiter))
+                publication.waiters.append(waiter)
+
+            waiter.sleep(deadline - time.monotonic())
+            if waiter.done:  # the last to finish has freed the key
                 return publication
 
-            waiter = Waiter(rank)
-            raise_if(self._why_no_finish(key, publication, waiter))
-            publication.waiters.append(waiter)
-
-        try:
-            waiter.sleep(deadline - time.monotonic())
-        except BaseException:  # Ctrl-C: the wait can be repeated
             with self._presence.mutex:
                 if waiter.done:
-                    self._keys.setdefault(key, publication)
-                else:
+                    return publication
+
+                publication.waiters.remove(waiter)
+                raise_if(waiter.error)
+                raise StoreTimeoutError(self._late_finish(rank, key, publication, timeout))
+        except BaseException:  # Ctrl-C: the wait can be repeated
+            with self._presence.mutex:
+                if waiter is not None and publication is not None and waiter in publication.waiters:
                     publication.waiters.remove(waiter)
 
+                if publication is not None and (freed or (waiter is not None and waiter.done)):
+                    self._keys.setdefault(key, publication)
+
+            self.mend()
             raise
-
-        if waiter.done:  # the last to finish has freed the key
-            return publication
-
-        with self._presence.mutex:
-            if waiter.done:
-                return publication
-
-            publication.waiters.remove(waiter)
-            raise_if(waiter.error)
-            raise StoreTimeoutError(self._late_finish(rank, key, publication, timeout))
 
     def drop(self) -> list[Publication]:
         """Forget every key. What is returned holds tensors, to be let go outside the mutex."""
@@ -203,16 +192,27 @@ class Keys:
         waiting = [waiter for getters in self._getters.values() for waiter in getters]
         return waiting + [waiter for publication in self._keys.values() for waiter in publication.waiters]
 
-    def give_up(self) -> list[Waiter]:
-        """Fail the waits that can't end well any more: the waiters to wake."""
-        failed: list[Waiter] = []
+    def give_up(self) -> None:
+        """Fail the waits that can't end well any more. Under the mutex."""
         for key, getters in self._getters.items():
-            failed += settle(getters, partial(self._why_no_get, key))
+            fail(getters, partial(self._why_no_get, key), self._owed)
 
         for key, publication in self._keys.items():
-            failed += settle(publication.waiters, partial(self._why_no_finish, key, publication))
+            fail(publication.waiters, partial(self._why_no_finish, key, publication), self._owed)
 
-        return failed
+    def mend(self) -> None:
+        """End what interrupted threads have left, and wake whom they had to. Takes the mutex."""
+        dropped = []  # freed on return: not under the mutex
+        with self._presence.mutex:
+            for key, publication in list(self._keys.items()):
+                if len(publication.finished) == publication.get_count:
+                    dropped.append(publication.tensor)
+                    publication.tensor = None
+                    self._all_finished(key, publication)
+                elif key in self._getters:
+                    self._serve(key, publication)
+
+        wake_all(self._owed)
 
     def _why_no_get(self, key: str, waiter: Waiter) -> Failure | None:
         if self._presence.complete and not self._resetting:
@@ -256,29 +256,36 @@ class Keys:
         return None
 
     def _serve(self, key: str, publication: Publication) -> list[Waiter]:
-        getters = self._getters.get(key, ())
-        if len(getters) == 1 and not getters[0].settled and publication.take(getters[0].rank):
-            # What most hand-offs are: one waits for one.
-            waiter = getters[0]
-            waiter.done, waiter.result = True, publication
-            del self._getters[key]
-            return [waiter]
+        """Hand shares to those who wait for them: whom to wake."""
+        served, getters = [], self._getters[key]
+        for waiter in list(getters):
+            if not waiter.settled and publication.has_share_for(waiter.rank):
+                # One step, to a signal.
+                publication.takers = publication.takers | {waiter.rank}
+                waiter.done, waiter.result = True, publication
+                self._owed[waiter] = None
+                served.append(waiter)
 
-        served = [waiter for waiter in getters if not waiter.settled and publication.take(waiter.rank)]
-        for waiter in served:
-            waiter.done, waiter.result = True, publication
-            self._drop_getter(key, waiter)
+            if waiter.done:
+                getters.remove(waiter)
+
+        if not getters:
+            del self._getters[key]
 
         return served
 
-    def _untake(self, key: str, waiter: Waiter) -> list[Waiter]:
-        publication: Publication | None = waiter.result
-        if publication is None or self._keys.get(key) is not publication:
-            self._drop_getter(key, waiter)
-            return []
+    def _all_finished(self, key: str, publication: Publication) -> list[Waiter]:
+        """Tell its producer, if that waits: whom to wake."""
+        woken = [waiter for waiter in publication.waiters if waiter.error is None]
+        if woken or publication.owner in self._presence.closed:
+            # Its producer waits already, so that the thread it wakes has nothing left to do, or never will.
+            for waiter in woken:
+                waiter.done = True
+                self._owed[waiter] = None
 
-        publication.takers.discard(waiter.rank)
-        return self._serve(key, publication)
+            del self._keys[key]
+
+        return woken
 
     def _drop_getter(self, key: str, waiter: Waiter) -> None:
         getters = self._getters.get(key, [])

@@ -126,8 +126,12 @@ def sleep(sleeper: Sleeper, timeout: float) -> None:
 
 
 def wake(sleeper: Sleeper) -> None:
-    """Let the thread go on. Called once."""
-    sleeper.lock.release()
+    """Let the thread go on; nothing, if it was woken already."""
+    try:
+        sleeper.lock.release()
+    except RuntimeError:
+        return
+
     seat = sleeper.seat
     if seat is not None:
         seat[_WOKEN] = 1

@@ -10,8 +10,8 @@ from torch import Tensor
 from dtorch_core import AbortedError, StoreTimeoutError, streams
 from dtorch_core._text import rank_list, seconds
 from dtorch_core.mail import Receipt
-from dtorch_core.presence import Failure, Presence, raise_if, settle
-from dtorch_memory_store.waiting import Notice, Waiter, wake
+from dtorch_core.presence import Failure, Presence, raise_if
+from dtorch_memory_store.waiting import Notice, Owed, Waiter, fail, wake, wake_all
 
 
 class Message:
@@ -26,46 +26,64 @@ class Message:
 class Letters:
     """A letter box for each rank: messages that wait for a receipt, or receipts for a message."""
 
-    def __init__(self, presence: Presence, over: Callable[[int, str], Failure | None]) -> None:
+    def __init__(self, presence: Presence, over: Callable[[int, str], Failure | None], owed: Owed) -> None:
         """
         :param over: why a rank can begin nothing any more.
         """
         self.presence = presence
+        self.owed = owed
         self._over = over
         self._letters: list[list[Message]] = [[] for _ in range(presence.world_size)]
         self._receipts: list[list[MemoryReceipt]] = [[] for _ in range(presence.world_size)]
 
     def deliver(self, message: Message, dst: int) -> None:
         """Hand a message to the first receipt that it fits, or leave it in the box."""
-        with self.presence.mutex:
-            self.presence.check_open(message.src)
-            raise_if(self._over(message.src, f"send to rank {dst}"))
-            receipts = self._receipts[dst]
-            receipt = next((receipt for receipt in receipts if receipt.fits(message)), None)
-            if receipt is None:
-                self._letters[dst].append(message)
-                return
+        try:
+            with self.presence.mutex:
+                self.presence.check_open(message.src)
+                raise_if(self._over(message.src, f"send to rank {dst}"))
+                receipts = self._receipts[dst]
+                receipt = next((receipt for receipt in receipts if receipt.fits(message)), None)
+                if receipt is None:
+                    self._letters[dst].append(message)
+                    return
 
-            receipts.remove(receipt)
-            woken = receipt.fulfil(message)
+                receipt.message = message  # from here on it is delivered
+                woken = receipt.fulfilled()
+                receipts.remove(receipt)
 
-        wake(woken)
+            wake(woken, self.owed)
+        except BaseException:  # Ctrl-C
+            self.mend()
+            raise
 
     def expect(self, rank: int, src: int | None, tag: int) -> MemoryReceipt:
         """A receipt for the next message that fits."""
         receipt = MemoryReceipt(self, rank, src, tag)
-        with self.presence.mutex:
-            self.presence.check_open(rank)
-            letters = self._letters[rank]
-            letter = next((letter for letter in letters if receipt.fits(letter)), None)
-            if letter is None or not self.presence.died:  # what a rank sent before it died is here
-                raise_if(self._over(rank, receipt.what))
+        letter: Message | None = None
+        letters = self._letters[rank]
+        try:
+            with self.presence.mutex:
+                self.presence.check_open(rank)
+                letter = next((letter for letter in letters if receipt.fits(letter)), None)
+                if letter is None or not self.presence.died:  # what a rank sent before it died is here
+                    raise_if(self._over(rank, receipt.what))
 
-            if letter is None:
-                self._receipts[rank].append(receipt)
-            else:
-                letters.remove(letter)
-                receipt.fulfil(letter)
+                if letter is None:
+                    self._receipts[rank].append(receipt)
+                else:
+                    letters.remove(letter)
+                    receipt.message = letter
+        except BaseException:  # Ctrl-C: nobody will ask this receipt
+            with self.presence.mutex:
+                if receipt in self._receipts[rank]:
+                    self._receipts[rank].remove(receipt)
+
+                letter = letter or receipt.message
+                if letter is not None and letter not in letters:
+                    letters.insert(0, letter)  # it was the first one that fits
+
+            raise
 
         return receipt
 
@@ -79,6 +97,16 @@ class Letters:
                 self._receipts[receipt.rank].remove(receipt)
 
             return True
+
+    def mend(self) -> None:
+        """End what interrupted threads have left, and wake whom they had to. Takes the mutex."""
+        with self.presence.mutex:
+            for receipts in self._receipts:
+                for receipt in [receipt for receipt in receipts if receipt.message is not None]:
+                    receipt.fulfilled()
+                    receipts.remove(receipt)
+
+        wake_all(self.owed)
 
     def why_no_message(self, receipt: MemoryReceipt) -> Failure | None:
         """Why nobody can send it any more; None while somebody can."""
@@ -96,14 +124,11 @@ class Letters:
 
         return None
 
-    def give_up(self) -> list[Waiter]:
-        """Fail the waits that can't end well any more: the waiters to wake. Under the mutex."""
-        return [
-            waiter
-            for receipts in self._receipts
-            for receipt in receipts
-            for waiter in receipt.give_up(self.why_no_message(receipt))
-        ]
+    def give_up(self) -> None:
+        """Fail the waits that can't end well any more. Under the mutex."""
+        for receipts in self._receipts:
+            for receipt in receipts:
+                receipt.give_up(self.why_no_message(receipt))
 
 
 class MemoryReceipt(Receipt):
@@ -121,21 +146,22 @@ class MemoryReceipt(Receipt):
         return f"recv from {'any rank' if self.src is None else f'rank {self.src}'} (tag {self.tag})"
 
     def fits(self, message: Message) -> bool:
-        """The message is from the right source, with the right tag."""
-        return self.tag == message.tag and self.src in (None, message.src)
+        """It waits for a message like this."""
+        return self.message is None and self.tag == message.tag and self.src in (None, message.src)
 
-    def fulfil(self, message: Message) -> list[Waiter]:
+    def fulfilled(self) -> list[Waiter]:
         """The message is here: whom to wake."""
-        self.message = message
-        woken, self._waiters = [waiter for waiter in self._waiters if not waiter.settled], []
+        woken = [waiter for waiter in self._waiters if waiter.error is None]
         for waiter in woken:
             waiter.done = True
+            self._letters.owed[waiter] = None
 
+        self._waiters = []
         return woken
 
-    def give_up(self, failure: Failure | None) -> list[Waiter]:
-        """Fail the waits for it, if there is a failure: whom to wake."""
-        return settle(self._waiters, lambda _: failure)
+    def give_up(self, failure: Failure | None) -> None:
+        """Fail the waits for it, if there is a failure."""
+        fail(self._waiters, lambda _: failure, self._letters.owed)
 
     def wait(self, timeout: float, stream: torch.cuda.Stream | None = None) -> tuple[Tensor, int]:
         letters, presence = self._letters, self._letters.presence
@@ -177,7 +203,7 @@ class MemoryReceipt(Receipt):
         return self._letters.withdraw(self)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        notice = Notice(self.rank, callback, self._letters.presence)
+        notice = Notice(self.rank, callback, self._letters.presence, self._letters.owed)
         with self._letters.presence.mutex:
             if self.message is None and self._letters.why_no_message(self) is None:
                 self._waiters.append(notice)

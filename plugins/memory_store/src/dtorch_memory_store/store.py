@@ -27,8 +27,8 @@ from dtorch_core.checks import (
 from dtorch_core.joint import Offer, Ticket, Work
 from dtorch_core.mail import Receipt
 from dtorch_memory_store import forked
-from dtorch_memory_store.keys import Publication
 from dtorch_memory_store.mail import Message
+from dtorch_memory_store.publication import Publication
 from dtorch_memory_store.session import Session
 
 # Without a lock: setdefault and pop are atomic, and a lock could be held when the garbage collector closes a handle.
@@ -131,8 +131,8 @@ class MemoryTensorStore(TensorStore):
         return fresh(call, sizes, dtype, where)
 
     def close(self) -> None:
-        self._dropped.detach()
         _leave(self._session, self._token, self.rank)
+        self._dropped.detach()  # not before: Ctrl-C
 
     def abort(self, reason: str, *, died: bool = False) -> None:
         if died:
