@@ -13,9 +13,18 @@ _MACHINERY = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (
 """Where the frames between a caller and a plugin's own line lie: this package, and importing."""
 
 
+MOST_NAMED = 16
+"""A message names no more ranks, or devices, one by one."""
+
+
 def rank_list(ranks: Iterable[int]) -> str:
-    """``"rank 0, rank 2"``; ``"no rank"`` where there is none."""
-    return ", ".join(f"rank {rank}" for rank in sorted(ranks)) or "no rank"
+    """``"rank 0, rank 2"``; ``"no rank"`` where there is none. Of many, the first and the last, and how many more."""
+    named = [f"rank {rank}" for rank in sorted(ranks)]
+    if len(named) > MOST_NAMED:
+        left = named[MOST_NAMED - 2 : -1]
+        named[MOST_NAMED - 2 : -1] = [f"{len(left)} more"]
+
+    return ", ".join(named) or "no rank"
 
 
 def count(number: int, noun: str) -> str:

@@ -50,6 +50,19 @@ class TestExplain:
             "refusal": None,
         }
 
+    @pytest.mark.parametrize(
+        "arguments", [[], ["--hosts", "5000", "--ranks-as", "processes", "--device", "cuda"]], ids=["one", "many"]
+    )
+    def test_many_ranks_are_told_in_few_words(self, dtorch, site, arguments):
+        why = "Support.no(rank_list(member.rank for member in topology))"
+        site.add("all-dist", source("all", "from dtorch_core._text import rank_list").replace(
+            "Support.yes(1000, \"fits\")", why
+        ), plugin="all")  # fmt: skip
+        _, out, _ = dtorch("explain", "--kind", "store", "--ranks", "10000", *arguments)
+        assert len(out) < 3000
+        assert "rank 12, rank 13, 9985 more, rank 9999\n" in out
+        assert ("cuda:0 = rank 0, rank 1; " in out and "; and 4984 more: " in out) is bool(arguments)
+
     def test_prints_all_kinds(self, dtorch):
         _, out, _ = dtorch("explain", "--ranks", "3")
         for kind in ("store", "group", "promise"):

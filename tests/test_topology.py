@@ -10,6 +10,7 @@ import pytest
 
 from dtorch_core import Member, Selection, Topology, Verdict
 from dtorch_core._selection.topology import imagine
+from dtorch_core._text import rank_list
 
 
 def member(rank, host="host 0", pid=1, device="cpu", uuid="", **facts):
@@ -73,6 +74,14 @@ class TestTopology:
         assert fields["same_host"] and fields["same_device"]
         assert not fields["same_process"] and not fields["distinct_devices"]
         assert [m["rank"] for m in fields["members"]] == [0, 1]
+
+    def test_many_ranks_are_named_in_part(self):
+        assert rank_list([]) == "no rank"
+        assert rank_list([2, 0]) == "rank 0, rank 2"
+        named = ", ".join(f"rank {rank}" for rank in range(14))
+        assert rank_list(range(16)) == f"{named}, rank 14, rank 15"
+        assert rank_list(range(17)) == f"{named}, 2 more, rank 16"
+        assert rank_list(reversed(range(1000))) == f"{named}, 985 more, rank 999"
 
 
 class TestImagine:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from dtorch_core._text import count, rank_list
+from dtorch_core._text import MOST_NAMED, count, rank_list
 
 T = TypeVar("T", str, int)
 
@@ -130,9 +131,12 @@ class Topology(tuple[Member, ...]):
         elif self.distinct_devices:
             place = "each its own device"
         else:
-            place = f"on {len(devices)} devices: " + "; ".join(
-                f"{members[0].device} = {rank_list(member.rank for member in members)}" for members in devices.values()
-            )
+            some = [
+                f"{members[0].device} = {rank_list(member.rank for member in members)}"
+                for members in islice(devices.values(), MOST_NAMED)
+            ]
+            left = len(devices) - len(some)
+            place = f"on {len(devices)} devices: {'; '.join(some)}" + (f"; and {left} more" if left else "")
 
         return f"{count(len(self), 'rank')}, {spread}, {place}"
 
