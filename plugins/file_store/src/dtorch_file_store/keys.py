@@ -18,6 +18,7 @@ from dtorch_core.presence import raise_if, settle
 from dtorch_file_store.heirs import Heirs
 from dtorch_file_store.node import Handler, Node
 from dtorch_file_store.publications import Name, Publication, Table
+from dtorch_file_store.questions import Questions
 from dtorch_file_store.refusals import Late, Refusals
 from dtorch_file_store.rivals import Rivals
 from dtorch_file_store.shares import Shares
@@ -45,20 +46,18 @@ class Keys:
         self._table = Table(node)
         self._refusals = Refusals(node.presence, self._table, resetting)
         self._shares = Shares(node, self._table, self._refusals)
+        self._questions = Questions(node, self._table, self._shares)
         self._rivals = Rivals(node, self._table, self._refusals, self._shares, self._free)
         self.heirs = Heirs(node, self._table, self._shares)
         self._numbers = dict.fromkeys(node.own_ranks, 0)
         self._orphans: set[tuple[int, str]] = set()
         """Borrows (rank, key) that reset() has ended."""
-        self._questions: dict[Name, list[Waiter]] = {}
-        """Who has asked whether a publication is live."""
         self._early: list[tuple[int, Message]] = []
         self._ahead: dict[Name, list[tuple[int, Message]]] = {}
         """What others say about a publication of which its producer's node has not told this one yet."""
         handlers: Mapping[str, Handler] = {
             "free": self._on_free,
-            "live?": self._on_live_asked,
-            "live": self._on_live,
+            **self._questions.handlers,
             **self._shares.handlers,
             **self._rivals.handlers,
         }
@@ -104,7 +103,7 @@ class Keys:
                     if table.decides(live):
                         raise KeyInUseError(self._refusals.in_use(owner, live))
 
-                    question = self._ask(live, owner)
+                    question = self._questions.ask(live, owner)
 
                 # Its producer may have waited, and the news be on its way.
                 node.after()
@@ -277,16 +276,6 @@ class Keys:
 
         return self._refusals.bad_finish(rank, key)
 
-    def _ask(self, publication: Publication, rank: int) -> Waiter:
-        """Ask the arbiter whether a publication is live."""
-        raise_if(self._presence.over(rank, f"src_set({publication.key!r})"))
-        waiter = Waiter(rank)
-        self._questions.setdefault(publication.name, []).append(waiter)
-        arbiter = self._table.arbiter(publication)
-        assert arbiter is not None, "this rank is here"
-        self._table.tell(arbiter, "live?", publication)
-        return waiter
-
     # What other nodes say. Under the mutex.
 
     def _handle(self, handler: Handler, peer: int, message: Message) -> Iterable[Waiter]:
@@ -351,31 +340,7 @@ class Keys:
         else:
             self._table.forget(publication)
 
-        return self._shares.give_up_on(publication.key) + self._answered(publication.name, live=False)
-
-    def _on_live_asked(self, peer: int, message: Message) -> Iterable[Waiter]:
-        _, owner, number = message.fields
-        live = self._table.named(owner, number) is not None
-        self._node.tell(peer, frame("live", self._table.epoch, owner, number, live))
-        return ()
-
-    def _on_live(self, peer: int, message: Message) -> Iterable[Waiter]:
-        _, owner, number, live = message.fields
-        publication = None if live else self._table.named(owner, number)
-        failed: list[Waiter] = []
-        if publication is not None:
-            self._table.forget(publication)
-            failed = self._shares.give_up_on(publication.key)
-
-        return failed + self._answered((owner, number), live)
-
-    def _answered(self, name: Name, live: bool) -> list[Waiter]:
-        """Who asked for it goes on: with that, or to look anew."""
-        waiters = [waiter for waiter in self._questions.pop(name, ()) if not waiter.settled]
-        for waiter in waiters:
-            waiter.done, waiter.result = True, live
-
-        return waiters
+        return self._shares.give_up_on(publication.key) + self._questions.answered(publication.name, live=False)
 
     def lent(self) -> list[Value]:
         """What this node's ranks have published, and not all have finished. Under the mutex."""
@@ -405,12 +370,12 @@ class Keys:
 
     def node_gone(self, node: int) -> list[Waiter]:
         """A node has nothing more to say: who has asked it asks its heir."""
-        asking = [waiter for name in list(self._questions) for waiter in self._answered(name, live=False)]
+        asking = self._questions.node_gone()
         return self._shares.node_gone(node) + asking
 
     def waiters(self) -> list[Waiter]:
         """Every thread that waits for a key."""
-        asking = [waiter for waiters in self._questions.values() for waiter in waiters]
+        asking = self._questions.waiters()
         return self._shares.waiters() + asking + [waiter for found in self._table for waiter in found.waiters]
 
     def give_up(self) -> list[Waiter]:
@@ -419,7 +384,4 @@ class Keys:
         for publication in self._table:
             failed += settle(publication.waiters, partial(self._refusals.no_finish, publication))
 
-        for waiters in self._questions.values():
-            failed += settle(waiters, lambda waiter: self._presence.over(waiter.rank, "src_set"))
-
-        return failed
+        return failed + self._questions.give_up()
