@@ -269,7 +269,7 @@ class FileReceipt(Receipt):
                 self._waiters.append(notice)
                 return
 
-        self._letters.node.do(notice.call)  # behind the one that this thread is at: many letters may be here
+        self._letters.node.jobs.do(notice.call)  # behind the one that this thread is at: many letters may be here
 
     def _open(self, letter: Letter, stream: torch.cuda.Stream | None) -> Tensor:
         """The tensor, which is the receiver's own; copied out once."""

@@ -11,15 +11,15 @@ import os
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from dtorch_core._text import rank_list
 from dtorch_core.presence import Presence
+from dtorch_file_store.jobs import Again, Jobs
 from dtorch_file_store.link import Link, ready
 from dtorch_file_store.processes import is_alive
 from dtorch_file_store.reading import Reading
-from dtorch_file_store.waiting import Again, Notice, Waiter
+from dtorch_file_store.waiting import Notice, Waiter
 from dtorch_file_store.watch import Watch
 from dtorch_file_store.wire import Message
 
@@ -31,17 +31,6 @@ LINGER = 1.0
 
 Handler = Callable[[int, Message], Iterable[Waiter]]
 """Takes a peer's number and a message, under the mutex; returns the waiters that it has settled."""
-
-
-def _nothing() -> None:
-    """No job."""
-
-
-class _Here(threading.local):
-    """What this thread is at."""
-
-    busy = False
-    """A job."""
 
 
 class Node:
@@ -81,10 +70,9 @@ class Node:
         self._reading = Reading(self.presence, self._hear, self._heard, self._watch.kick)
         self.gone: set[int] = set()
         """Nodes that have nothing more to say."""
-        self.jobs: deque[Callable[[], None]] = deque()
-        """Work that nobody waits for: whoever comes to the next :meth:`after` does it. It waits for no other rank."""
-        self._next_job = iter(self.jobs.popleft, None)
-        self._here = _Here()
+        self.jobs = Jobs()
+        """Whoever comes to the next :meth:`after` does them."""
+        self._here = self.jobs.here
         self._killed: set[int] = set()
         """Those whose process ended without a goodbye."""
         self.trash: list[object] = []
@@ -182,7 +170,7 @@ class Node:
             raise
 
         if self.jobs and not self._here.busy:
-            self._work_off()
+            self.jobs.work_off()
 
     def _wake(self, woken: Iterable[Waiter]) -> None:
         for waiter in woken:
@@ -190,45 +178,6 @@ class Node:
                 self.jobs.append(Again(waiter.call))  # after the threads: a callback may take its time
             else:
                 self._reading.wake(waiter)
-
-    @property
-    def busy(self) -> bool:
-        """This thread is at a job: what is to be done now is done after that."""
-        return self._here.busy
-
-    def do(self, job: Callable[[], None]) -> None:
-        """Do a job now; if this thread is at one, after that. One inside the other would be as deep as there are calls,
-        and could wait for what is under it.
-        """
-        if self._here.busy:
-            self.jobs.append(job)
-        else:
-            self._work_off(job)
-
-    def _work_off(self, first: Callable[[], None] | None = None) -> None:
-        here = self._here
-        here.busy = True
-        try:
-            if first is not None:
-                first()
-
-            while self.jobs:
-                job = _nothing
-                try:
-                    for job in self._next_job:  # noqa: B007 - no call, after which an interrupt would lose it
-                        break
-                except IndexError:  # another thread took it
-                    break
-
-                try:
-                    job()
-                except BaseException:  # Ctrl-C: maybe before its first line
-                    if isinstance(job, Again):
-                        self.jobs.appendleft(job)
-
-                    raise
-        finally:
-            here.busy = False
 
     # Waiting
 
@@ -262,7 +211,7 @@ class Node:
         """Another thread may read now: a job may wait for what is read then."""
         self._here.busy = False
         if self.jobs:
-            self._work_off()
+            self.jobs.work_off()
 
     def look(self) -> None:
         """Handle what has arrived by now, whoever reads; waits for nothing."""

@@ -16,9 +16,10 @@ from dtorch_core._text import describe_error, interruption, rank_list
 from dtorch_core.joint import let_go
 from dtorch_file_store.calls import QUEUED, Call
 from dtorch_file_store.gpu_parts import GpuParts
+from dtorch_file_store.jobs import Again
 from dtorch_file_store.node import Node
 from dtorch_file_store.parts import Parts
-from dtorch_file_store.waiting import Again, Waiter
+from dtorch_file_store.waiting import Waiter
 from dtorch_file_store.wire import frame
 
 _inference = getattr(torch._C, "_InferenceMode", torch.inference_mode)
@@ -62,11 +63,11 @@ class Progress:
     def do(self, call: Call) -> None:
         """Go on; ``running`` is this thread already."""
         node = self._node
-        if node.busy:
+        if node.jobs.busy:
             call.running = QUEUED
             node.jobs.append(Again(self._go_on, call, True))
         else:
-            node.do(partial(self._go_on, call))
+            node.jobs.do(partial(self._go_on, call))
 
     def _go_on(self, call: Call, queued: bool = False) -> None:
         """Do this node's part, as far as it goes now; ``running`` is this thread, or it is queued."""

@@ -5,15 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
 
 from dtorch_core.presence import Wait
 
 log = logging.getLogger("dtorch")
-
-
-class Again(partial[None]):
-    """A job that may be begun twice: so it is kept where its first beginning was interrupted."""
 
 
 class Waiter(Wait):
