@@ -21,7 +21,7 @@ class Interrupt:
         self.place = None
         """Where it was raised; None while it was not."""
         self._last = {}
-        # Kept: Python 3.11 was seen to call another object, which had come to lie where a method had been that was gone.
+        # Kept: Python 3.11 was seen to call another object, which lay where a method had been that was gone.
         self._on_call, self._on_opcode = self._called, self._within
 
     def __enter__(self):

@@ -35,9 +35,10 @@ class Raising:
 
     def __init__(self, number):
         self.left = number
+        self.on_call = self.called  # kept: see the file store's tests, where another object was called in its place
 
     def __enter__(self):
-        sys.settrace(self.called)
+        sys.settrace(self.on_call)
         return self
 
     def __exit__(self, kind, error, trace):
