@@ -167,6 +167,25 @@ class TestDoctor:
         assert "read by no part of dtorch. Did you mean 'DTORCH_TENSOR_STORE'?" in out
         assert "where dtorch-file-store keeps the sessions of this user" in out
 
+    @pytest.mark.parametrize(
+        ("name", "value", "said"),
+        [
+            ("DTORCH_LOOK", "0", "off: waiting threads of dtorch-memory-store sleep at once"),
+            ("DTORCH_LOOK", "1", "on: waiting threads of dtorch-memory-store look for a moment before they sleep"),
+            ("DTORCH_LOOK", "off", "WARNING: 'off' counts as 1, and 0 alone is off. On: waiting threads of "),
+            ("DTORCH_FUSED", "", "on, as if it were not set: collectives of dtorch-samedevice-group on CUDA use fused"),
+            ("DTORCH_FUSED", "no", "WARNING: 'no' counts as 1, and 0 alone is off. On: collectives of "),
+            ("DTORCH_FILE_IPC", "1", "on: CUDA tensors stay on the GPU"),
+            ("DTORCH_STRICT_PLUGINS", "1", "on: a broken plugin is an error"),
+            ("DTORCH_STRICT_PLUGINS", "0", "off: a broken plugin is left out"),
+            ("DTORCH_STRICT_PLUGINS", "", "off, as if it were not set: a broken plugin is left out"),
+            ("DTORCH_STRICT_PLUGINS", "false", "WARNING: 'false' counts as 1, and 0 alone is off. On: a broken plugin"),
+        ],
+    )
+    def test_switch_is_told_as_it_stands(self, dtorch, site, name, value, said):
+        site.env(name, value)
+        assert f"\n  {name}={value}  {said}" in dtorch("doctor")[1]
+
     def test_backend_asked_for_that_does_not_fit_all_ranks_is_no_problem(self, dtorch, site):
         site.backend("local-dist", "local", "Support.yes(1, 'x') if topology.same_process else Support.no('y')")
         site.env("DTORCH_TENSOR_STORE", "local")

@@ -5,6 +5,8 @@ Only names, distributions and variables are here. What a backend can do is said 
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 from dtorch_core._selection.reasons import Kind, Verdict
 from dtorch_core._text import canonical
 
@@ -22,12 +24,35 @@ RESERVED: dict[Kind, dict[str, str]] = {
 }
 """Names kept for backends that no distribution offers yet, and what each will be for."""
 
+
+class Switch(NamedTuple):
+    """A variable that is ``0`` or ``1``: what is so then."""
+
+    off: str
+    on: str
+    unset: Literal["on", "off"] = "on"
+
+
+SWITCHES = {
+    "DTORCH_FILE_IPC": Switch(
+        "CUDA tensors go through host memory between processes of dtorch-file-store",
+        "CUDA tensors stay on the GPU between processes of dtorch-file-store",
+    ),
+    "DTORCH_FUSED": Switch(
+        "collectives of dtorch-samedevice-group on CUDA use torch's kernels",
+        "collectives of dtorch-samedevice-group on CUDA use fused kernels",
+    ),
+    "DTORCH_LOOK": Switch(
+        "waiting threads of dtorch-memory-store sleep at once",
+        "waiting threads of dtorch-memory-store look for a moment before they sleep",
+    ),
+}
+"""The environment variables of first-party plugins that are on unless they are ``0``."""
+
 VARIABLES = {
     "DTORCH_FILE_ARENA_BYTES": "how many bytes of shared memory dtorch-file-store may hold in one process",
-    "DTORCH_FILE_IPC": "0: CUDA tensors go through host memory between processes of dtorch-file-store",
-    "DTORCH_FUSED": "0: collectives of dtorch-samedevice-group on CUDA use torch's kernels, not fused ones",
-    "DTORCH_LOOK": "0: waiting threads of dtorch-memory-store sleep at once, and do not look for a moment before",
     "DTORCH_SESSION_DIR": "where dtorch-file-store keeps the sessions of this user",
+    **{name: f"0: {switch.off}" for name, switch in SWITCHES.items()},
 }
 """The environment variables that first-party plugins read, and what each is for."""
 

@@ -18,27 +18,18 @@ from dtorch_core._selection import catalogue
 from dtorch_core._selection import registry as _registry
 from dtorch_core._selection import topology as _topology
 from dtorch_core._selection.authority import VARIABLES
-from dtorch_core._selection.discovery import DISABLE, LOAD, STRICT, guarded
+from dtorch_core._selection.discovery import guarded
 from dtorch_core._selection.reasons import KINDS
 from dtorch_core._selection.selector import choose
 from dtorch_core._selection.topology import Topology
-from dtorch_core._text import columns, count, describe_error, did_you_mean, one_line
+from dtorch_core._text import columns, count, describe_error, one_line
 from dtorch_core.cli import _installations
+from dtorch_core.cli._variables import meaning
 from dtorch_core.cli.plugins import problems as problems_of
 from dtorch_core.cli.run import SHARED
 from dtorch_core.errors import PluginError
 
 OLDEST_TORCH = (2, 11)
-
-KNOWN = {
-    **{variable: f"the {kind} backend to use" for kind, variable in VARIABLES.items()},
-    DISABLE: "plugins that are not loaded",
-    LOAD: "the only plugins that are loaded",
-    STRICT: "a broken plugin is an error",
-    recorder.VARIABLE: "how many calls of each group the flight recorder keeps",
-    **catalogue.VARIABLES,
-}
-"""The variables that dtorch-core and its first-party plugins read, and what each is for."""
 
 
 @dataclass
@@ -96,11 +87,7 @@ def _python() -> Finding:
 
 def _environment() -> Finding:
     values = {name: value for name, value in sorted(os.environ.items()) if name.startswith("DTORCH_")}
-    rows = []
-    for name, value in values.items():
-        hint = f"read by no part of dtorch.{did_you_mean(name, KNOWN)}"
-        rows.append((f"{name}={value}", KNOWN.get(name, hint)))
-
+    rows = [(f"{name}={value}", meaning(name, value)) for name, value in values.items()]
     return Finding(values, columns(rows) or ["no DTORCH variable is set"])
 
 
