@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 class ThreadGroup(Reductions, Moves, Messages):
     """One rank's handle on a group of ranks. Inputs are never changed, unless ``out`` is the input itself.
 
-    Every collective takes ``timeout`` (seconds; None is the group's) and ``async_op=True``, which returns a
-    :class:`Work` that carries what the blocking call returns; those with a tensor result take ``out``, memory for it.
+    Every collective takes ``timeout`` (seconds; None is the group's, and less than a millisecond is one) and
+    ``async_op=True``, which returns a :class:`Work` that carries what the blocking call returns; those with a tensor
+    result take ``out``, memory for it.
     Each raises, on every rank:
 
     :class:`CollectiveMismatchError` if the ranks' calls do not fit each other; the group stays usable;

@@ -105,6 +105,18 @@ class TestSeconds:
 
         on_groups(body)
 
+    @pytest.mark.parametrize(("timeout", "error"), NO_SECONDS, ids=repr)
+    def test_of_a_call(self, timeout, error):
+        said = "a finite number of seconds, at least 0" if error is ValueError else "a number of seconds"
+
+        def body(group):
+            with pytest.raises(error, match=f"group 'world', rank {group.rank}, barrier: timeout must be {said}, not "):
+                group.barrier(timeout=timeout)
+
+            group.barrier()
+
+        on_groups(body)
+
     @pytest.mark.parametrize("timeout", [math.nan, "1", True], ids=repr)
     def test_of_a_future(self, timeout):
         promise = make_promise()

@@ -386,7 +386,7 @@ class TestRendezvous:
 
     @pytest.mark.parametrize("timeout", [0, float("inf"), "1"])
     def test_timeout_is_looked_at_first(self, timeout):
-        with pytest.raises(ValueError, match="ThreadGroupManager 'manager': timeout must be a positive number"):
+        with pytest.raises(ValueError, match="ThreadGroupManager 'manager': timeout must be a finite number"):
             ThreadGroupManager(0, 2, rendezvous="tcp://127.0.0.1:1", timeout=timeout)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -23,7 +22,7 @@ from dtorch_core._groups.work import Record, Started, Work
 from dtorch_core._selection.selector import spec_of
 from dtorch_core._shapes import Shape, describe
 from dtorch_core._text import did_you_mean, interruption, rank_list
-from dtorch_core.checks import LONGEST, check_tensor
+from dtorch_core.checks import check_tensor, check_timeout
 from dtorch_core.errors import DtorchError, UnsupportedOperationError, UnsupportedTensorError
 from dtorch_core.extras import companion, extras
 from dtorch_core.recorder import recorder_for
@@ -251,10 +250,8 @@ class GroupCalls(ABC):
         if timeout is None:
             return self.timeout
 
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
-            raise ValueError(f"{self._label(call)}: timeout must be a number of seconds, not {timeout!r}")
-
-        return min(max(0.001, timeout), LONGEST)  # to c10d, zero means "no timeout of its own"
+        # To c10d, zero means "no timeout of its own", and a millisecond is the shortest.
+        return max(0.001, check_timeout(self._label(call), timeout))
 
     def _check(self, call: str, x: Tensor) -> None:
         check_tensor(self._label(call), x)

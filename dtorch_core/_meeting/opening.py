@@ -247,7 +247,7 @@ def _check(kind: Kind, name: str, rank: int, world_size: int, timeout: float) ->
 def check_timeout(call: str, timeout: float) -> None:
     """The rule for an opening's; ``call`` opens the message."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-        raise ValueError(f"{call}: timeout must be a positive number of seconds, not {timeout!r}")
+        raise ValueError(f"{call}: timeout must be a finite number of seconds, above 0, not {timeout!r}")
 
 
 def _meet(request: Request, meeting: Meeting) -> Topology:
