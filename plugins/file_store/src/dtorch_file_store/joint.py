@@ -134,7 +134,10 @@ class Joint:
             try:
                 with node.mutex:
                     woken = self._progress.left(call) if call.running else []  # by an interrupt of this thread
-                    runs = self._progress.may_go_on(call) or call.running == QUEUED
+                    runs = self._progress.may_go_on(call)
+                    if call.running == QUEUED:  # a thread at a job does it as it waits, with what else is queued
+                        runs = not node.jobs.busy
+
                     if runs:
                         call.running = get_ident()
                     elif not call.finished:

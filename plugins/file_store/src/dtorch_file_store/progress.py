@@ -56,18 +56,22 @@ class Progress:
             del call.waiters[-1]
             return (waiter,)
 
-        call.running = QUEUED
-        self._node.jobs.append(Again(self._go_on, call, True))
+        self._queue(call)
         return ()
 
     def do(self, call: Call) -> None:
         """Go on; ``running`` is this thread already."""
         node = self._node
         if node.jobs.busy:
-            call.running = QUEUED
-            node.jobs.append(Again(self._go_on, call, True))
+            with node.mutex:
+                self._queue(call)
         else:
             node.jobs.do(partial(self._go_on, call))
+
+    def _queue(self, call: Call) -> None:
+        """Under the mutex. If it is interrupted amid this, the job will find nothing to do."""
+        self._node.jobs.append(Again(self._go_on, call, True))
+        call.running = QUEUED
 
     def _go_on(self, call: Call, queued: bool = False) -> None:
         """Do this node's part, as far as it goes now; ``running`` is this thread, or it is queued."""
