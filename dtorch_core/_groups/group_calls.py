@@ -250,8 +250,12 @@ class GroupCalls(ABC):
         if timeout is None:
             return self.timeout
 
-        # To c10d, zero means "no timeout of its own", and a millisecond is the shortest.
-        return max(0.001, check_timeout(self._label(call), timeout))
+        try:
+            seconds = check_timeout(self._label(call), timeout)
+        except TypeError as error:
+            raise ValueError(str(error)) from None  # one kind of error for both, which the kit asks for
+
+        return max(0.001, seconds)  # to c10d, zero means "no timeout of its own", and a millisecond is the shortest
 
     def _check(self, call: str, x: Tensor) -> None:
         check_tensor(self._label(call), x)
