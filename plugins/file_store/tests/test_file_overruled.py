@@ -82,6 +82,8 @@ def test_rank_that_got_what_does_not_count_is_not_waited_for():
             assert steps["set"].wait(LIMIT)
             if store.rank == 1:
                 store.src_set("k", values(1), 1)
+                assert steps["finished"].wait(LIMIT)
+                store._session.node.look()
                 with pytest.raises(KeyInUseError, match="at the same time, and that of rank 0 counts"):
                     store.src_wait_until_get_finished("k")
             else:
