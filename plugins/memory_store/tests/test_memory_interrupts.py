@@ -29,9 +29,11 @@ with pytest.MonkeyPatch.context() as _patch:
         interrupted_at,
         outcome,
         sleeps_fixture,
+        traceable,
     )
 
 __all__ = ["goodbye", "sleeps_fixture"]  # fixtures
+pytestmark = traceable
 
 
 def nothing(offers):

@@ -14,9 +14,19 @@ from dtorch_core.testing import Background
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).parent))
-    from memory_interrupts import LIMIT, LONG, at_every_place, goodbye, interrupted_at, outcome, sleeps_fixture
+    from memory_interrupts import (
+        LIMIT,
+        LONG,
+        at_every_place,
+        goodbye,
+        interrupted_at,
+        outcome,
+        sleeps_fixture,
+        traceable,
+    )
 
 __all__ = ["goodbye", "sleeps_fixture"]  # fixtures
+pytestmark = traceable
 
 
 class TestKeys:
