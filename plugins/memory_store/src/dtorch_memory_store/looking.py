@@ -63,7 +63,7 @@ class Sleeper(Protocol):
 
 def available() -> Look | None:
     """What looks, as look.c says; None where it was not compiled, or is not wanted."""
-    if os.environ.get(VARIABLE) == "0":
+    if os.environ.get(VARIABLE, "").strip() == "0":
         return None
 
     try:
@@ -93,7 +93,7 @@ _turns: deque[Seat] = deque()
 
 def report() -> str:
     """For ``dtorch doctor``: whether threads look."""
-    if os.environ.get(VARIABLE) == "0":
+    if os.environ.get(VARIABLE, "").strip() == "0":
         return f"threads sleep at once, as {VARIABLE}=0 says: small collectives take up to twice as long"
 
     if _look is None:
