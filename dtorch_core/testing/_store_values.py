@@ -22,7 +22,7 @@ from dtorch_core.testing._subclasses import Wrapper, loud
 class ValueTests(StoreConformance):
     """Any strided dense tensor arrives as it is, and nothing else is let in."""
 
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
     def test_dtype_arrives_bit_for_bit(self, dtype: torch.dtype, device: str) -> None:
         if not self.carried([dtype]):
@@ -49,7 +49,7 @@ class ValueTests(StoreConformance):
 
     @thorough
     @requires("cpu")
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
     def test_view_that_torch_cannot_copy_arrives_with_its_values(self) -> None:
         """Half-precision, conjugate and negative."""
 

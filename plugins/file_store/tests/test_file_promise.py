@@ -79,7 +79,7 @@ class TestValues(Clean):
         assert same(got.clone(), wanted)
         assert got.untyped_storage().nbytes() <= wanted.nbytes
 
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
     @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
     def test_dtype_arrives_bit_for_bit(self, dtype: torch.dtype, worker: Worker) -> None:
         token, future = handed()

@@ -94,7 +94,7 @@ class TestValues:
         assert got.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
         assert got.untyped_storage().nbytes() == layout.nbytes
 
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
     @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
     def test_every_dtype_arrives(self, dtype):
         flat = of_dtype(0, dtype, "cpu")
